@@ -1,0 +1,134 @@
+"""Typed configuration, read from vLLM's `additional_config`.
+
+    {"encoder_neuron_config": {...}, "vllm_neuron_cache": {...}}
+
+`encoder_neuron_config` has the names that vLLM Neuron uses, and may hold keys of the vendor's that mean nothing here;
+they are left alone. Under `vllm_neuron_cache` everything is ours, and an unknown key is an error.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from vllm_neuron_cache.errors import ConfigurationError
+
+OWN_NAMESPACE = "vllm_neuron_cache"
+ENCODER_NAMESPACE = "encoder_neuron_config"
+ENCODER_NAMESPACE_OLD = "vision_neuron_config"
+
+LANES = ("inductor", "eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderNeuronConfig:
+    """The keys of vLLM Neuron's `encoder_neuron_config` that decide the layout of the cache.
+
+    Source: the AWS Neuron documentation page "On-Device Encoder Cache".
+    """
+
+    encoder_attention_block_size: int = 2048
+    """Patches in one attention block of the encoder, before the merger."""
+
+    encoder_cache_num_blocks: int | None = None
+    """A floor under the derived number of blocks, scratch block included. None derives it alone."""
+
+    encoder_cache_min_hold_time_ms: int | None = None
+    """Minimum age of a freed block before reuse. Only 0 (also what None means) while every reader is in-process."""
+
+    def __post_init__(self) -> None:
+        _require_int(ENCODER_NAMESPACE, "encoder_attention_block_size", self.encoder_attention_block_size, 1)
+        _require_int(ENCODER_NAMESPACE, "encoder_cache_num_blocks", self.encoder_cache_num_blocks, 2, optional=True)
+        _require_int(
+            ENCODER_NAMESPACE, "encoder_cache_min_hold_time_ms", self.encoder_cache_min_hold_time_ms, 0, optional=True
+        )
+        if self.encoder_cache_min_hold_time_ms:
+            raise ConfigurationError(
+                f"{ENCODER_NAMESPACE}.encoder_cache_min_hold_time_ms is {self.encoder_cache_min_hold_time_ms}; a hold "
+                "time guards blocks that another process reads, and this version has no such readers. Remove the key "
+                "or set it to 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronCacheConfig:
+    """Everything under `vllm_neuron_cache`, with the encoder's keys beside it."""
+
+    encoder: EncoderNeuronConfig = field(default_factory=EncoderNeuronConfig)
+
+    encoder_cache_block_size: int | None = None
+    """Token rows in one cache block: any divisor of the encoder's block (attention block over merge factor).
+    None takes the encoder's block itself."""
+
+    encoder_cache_num_blocks_exact: int | None = None
+    """Fixes the number of blocks, scratch block included, instead of deriving it."""
+
+    lane: str = "inductor"
+    """How graphs are lowered: "inductor" compiles them, "eager" runs the reference."""
+
+    def __post_init__(self) -> None:
+        _require_int(OWN_NAMESPACE, "encoder_cache_block_size", self.encoder_cache_block_size, 1, optional=True)
+        _require_int(
+            OWN_NAMESPACE, "encoder_cache_num_blocks_exact", self.encoder_cache_num_blocks_exact, 2, optional=True
+        )
+        if self.encoder_cache_num_blocks_exact is not None and self.encoder.encoder_cache_num_blocks is not None:
+            raise ConfigurationError(
+                f"{OWN_NAMESPACE}.encoder_cache_num_blocks_exact ({self.encoder_cache_num_blocks_exact}) fixes the "
+                f"number of blocks and {ENCODER_NAMESPACE}.encoder_cache_num_blocks "
+                f"({self.encoder.encoder_cache_num_blocks}) is a floor under it. Give one of the two."
+            )
+        if self.lane not in LANES:
+            raise ConfigurationError(f"{OWN_NAMESPACE}.lane is {self.lane!r}; give one of {', '.join(LANES)}.")
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> "NeuronCacheConfig":
+        """Reads both namespaces. Raises `ConfigurationError` for an unknown key of ours or an illegal value."""
+        additional_config = additional_config or {}
+        own = _namespace(additional_config, OWN_NAMESPACE)
+        own_keys = [spec.name for spec in fields(cls) if spec.name != "encoder"]
+        for key in own:
+            if key not in own_keys:
+                raise ConfigurationError(
+                    f"{OWN_NAMESPACE}.{key} is not a configuration key.{_did_you_mean(key, own_keys)} "
+                    f"The keys are {', '.join(own_keys)}."
+                )
+        return cls(encoder=_encoder_config(additional_config), **own)
+
+
+def is_enabled(additional_config: Any) -> bool:
+    """Whether `additional_config` holds our key, which is all that turns the cache on."""
+    return isinstance(additional_config, Mapping) and OWN_NAMESPACE in additional_config
+
+
+def _encoder_config(additional_config: Mapping[str, Any]) -> EncoderNeuronConfig:
+    if ENCODER_NAMESPACE in additional_config and ENCODER_NAMESPACE_OLD in additional_config:
+        raise ConfigurationError(
+            f"additional_config has {ENCODER_NAMESPACE} and {ENCODER_NAMESPACE_OLD}, its older name. Give one of them."
+        )
+    name = ENCODER_NAMESPACE_OLD if ENCODER_NAMESPACE_OLD in additional_config else ENCODER_NAMESPACE
+    values = _namespace(additional_config, name)
+    known = {spec.name for spec in fields(EncoderNeuronConfig)}
+    return EncoderNeuronConfig(**{key: value for key, value in values.items() if key in known})
+
+
+def _namespace(additional_config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    values = additional_config.get(name, {})
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(
+            f"additional_config[{name!r}] is {values!r}; give an object of keys and values, {{}} for the defaults."
+        )
+    return values
+
+
+def _require_int(namespace: str, name: str, value: Any, minimum: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    # bool is an int in Python, but `true` for a size is a mistake worth catching.
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        alternative = " or null" if optional else ""
+        raise ConfigurationError(f"{namespace}.{name} is {value!r}; give a whole number of at least {minimum}{alternative}.")
+
+
+def _did_you_mean(key: str, keys: list[str]) -> str:
+    nearest = difflib.get_close_matches(key, keys, n=1)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,23 @@
+"""Fingerprints of cache keys, for the tags beside the buffer."""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Fingerprint(NamedTuple):
+    """64 bits of a key as two int32 words; (0, 0) is never one, because it means 'empty' in a tag."""
+
+    high: int
+    low: int
+
+
+EMPTY_TAG = Fingerprint(0, 0)
+
+
+def mm_hash_fingerprint(key: str) -> Fingerprint:
+    """Maps a key to its fingerprint. Two words, since device scatters have no 64-bit integers."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    high, low = np.frombuffer(digest, dtype=">i4").tolist()
+    return Fingerprint(high, low) if (high, low) != EMPTY_TAG else Fingerprint(0, 1)

@@ -1,0 +1,183 @@
+"""Which buffer rows go to which rows of the step, as the int32 lists that the merge graph takes.
+
+Two forms exist. Row lists name every row that moves: `src_rows[R]` and `dst_rows[R]`. The block-position form of vLLM
+Neuron names whole blocks and, for every row of each, its place in the step or a sentinel. The first moves only live
+rows; the second moves every row of every block it names.
+"""
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_neuron_cache.encoder_cache.table import EntryTable
+from vllm_neuron_cache.errors import EncoderCacheReadError
+
+
+class ReadWindow(NamedTuple):
+    """The part of one item that one request reads in this step."""
+
+    request_id: str
+    key: str
+    num_tokens: int
+    """Rows of the whole item, by its placeholder."""
+    first_row: int
+    """First row of the item that is read."""
+    num_rows: int
+    step_position: int
+    """Row of the step at which the window's placeholder begins."""
+    mask: np.ndarray | None
+    """bool over the window's placeholder: which positions take a row. None: all of them, `num_rows` many."""
+
+
+class ReadPlan(NamedTuple):
+    """Row lists of one step, padded to a bucket. The arrays are views that the planner uses again for the next step."""
+
+    num_rows: int
+    bucket: int
+    src_rows: np.ndarray
+    """int32 `[bucket]`."""
+    dst_rows: np.ndarray
+    """int32 `[bucket]`."""
+    is_embed: np.ndarray
+    """bool `[num_step_tokens]`, new for every step: the rows of the step that the plan fills."""
+
+
+class ReadPlanner:
+    """Builds and checks the row lists of a step. Holds the arrays that every plan is written into.
+
+    A pair past the last live one reads the scratch block's first row and writes the dummy row.
+    """
+
+    def __init__(self, *, buckets: Sequence[int], scratch_row: int, dummy_row: int) -> None:
+        """`buckets` ascend, and the last is at least the longest step (`dummy_row`, in token rows)."""
+        if list(buckets) != sorted(set(buckets)) or not buckets or buckets[-1] < dummy_row:
+            raise ValueError(f"buckets {list(buckets)} must ascend up to at least {dummy_row}")
+        self.buckets = tuple(buckets)
+        self._scratch_row = scratch_row
+        self._dummy_row = dummy_row
+        self._src_rows = np.empty(self.buckets[-1], dtype=np.int32)
+        self._dst_rows = np.empty(self.buckets[-1], dtype=np.int32)
+        self._positions = np.arange(dummy_row, dtype=np.int32)
+
+    @property
+    def src_rows(self) -> np.ndarray:
+        """int32 `[largest bucket]`, overwritten by every plan."""
+        return self._src_rows
+
+    @property
+    def dst_rows(self) -> np.ndarray:
+        """int32 `[largest bucket]`, overwritten by every plan."""
+        return self._dst_rows
+
+    def plan(self, windows: Sequence[ReadWindow], num_step_tokens: int, table: EntryTable) -> ReadPlan:
+        """Resolves the windows of a step of `num_step_tokens` token rows. Overwrites the arrays of the plan before.
+
+        Raises `EncoderCacheReadError` if an entry is missing, unwritten or of another size than the placeholder, or
+        if two windows fill one row of the step.
+        """
+        src_rows, dst_rows, positions = self._src_rows, self._dst_rows, self._positions
+        is_embed = np.zeros(num_step_tokens, dtype=bool)
+        end = 0
+        for window in windows:
+            entry = table.get(window.key)
+            if entry is None or not entry.written or len(entry.rows) != window.num_tokens:
+                raise _unreadable(window, table)
+            begin, end = end, end + window.num_rows
+            if end > num_step_tokens:
+                raise _filled_twice(windows, num_step_tokens)
+            first, position = window.first_row, window.step_position
+            src_rows[begin:end] = entry.rows[first : first + window.num_rows]
+            if window.mask is None:
+                dst_rows[begin:end] = positions[position : position + window.num_rows]
+                is_embed[position : position + window.num_rows] = True
+            else:
+                dst_rows[begin:end] = np.flatnonzero(window.mask) + position
+                is_embed[position : position + len(window.mask)] |= window.mask
+        if np.count_nonzero(is_embed) != end:
+            raise _filled_twice(windows, num_step_tokens)
+        bucket = self.buckets[bisect.bisect_left(self.buckets, end)]
+        src_rows[end:bucket] = self._scratch_row
+        dst_rows[end:bucket] = self._dummy_row
+        return ReadPlan(end, bucket, src_rows[:bucket], dst_rows[:bucket], is_embed)
+
+
+class BlockPositions(NamedTuple):
+    """The block-position form of a read."""
+
+    encoder_block_ids: np.ndarray
+    """int32 `[max_blocks]`; unused places name the scratch block."""
+    encoder_positions: np.ndarray
+    """int32 `[max_blocks, block_size]`: row of the step for each row of the block, or the sentinel."""
+
+
+def block_positions(
+    src_rows: np.ndarray, dst_rows: np.ndarray, *, block_size: int, max_blocks: int, scratch_block_id: int, sentinel: int
+) -> BlockPositions:
+    """The block-position form of a list of live pairs.
+
+    A buffer row may be read more than once (an image that stands twice in a step), and a block has one place for each
+    of its rows: the block is then named as often as its most-read row.
+
+    Raises `EncoderCacheReadError` if more than `max_blocks` blocks are needed.
+    """
+    ids: list[int] = []
+    positions: list[np.ndarray] = []
+    places: dict[int, list[int]] = {}
+    for src, dst in zip(src_rows.tolist(), dst_rows.tolist()):
+        block, row = divmod(src, block_size)
+        copies = places.setdefault(block, [])
+        place = next((index for index in copies if positions[index][row] == sentinel), None)
+        if place is None:
+            place = len(ids)
+            ids.append(block)
+            positions.append(np.full(block_size, sentinel, dtype=np.int32))
+            copies.append(place)
+        positions[place][row] = dst
+    if len(ids) > max_blocks:
+        raise EncoderCacheReadError(f"the step reads {len(ids)} blocks and the graph takes {max_blocks}; raise max_blocks")
+    encoder_block_ids = np.full(max_blocks, scratch_block_id, dtype=np.int32)
+    encoder_positions = np.full((max_blocks, block_size), sentinel, dtype=np.int32)
+    if ids:
+        encoder_block_ids[: len(ids)] = ids
+        encoder_positions[: len(ids)] = positions
+    return BlockPositions(encoder_block_ids, encoder_positions)
+
+
+def row_lists(form: BlockPositions, *, sentinel: int) -> tuple[np.ndarray, np.ndarray]:
+    """The live pairs `(src_rows, dst_rows)`, int32, of a block-position form, in the form's own order."""
+    block_size = form.encoder_positions.shape[1]
+    place, row = np.nonzero(form.encoder_positions != sentinel)
+    src_rows = form.encoder_block_ids[place] * np.int32(block_size) + row.astype(np.int32)
+    return src_rows, form.encoder_positions[place, row]
+
+
+def _unreadable(window: ReadWindow, table: EntryTable) -> EncoderCacheReadError:
+    entry = table.get(window.key)
+    if entry is None:
+        what = "has no entry in the encoder cache"
+    elif not entry.written:
+        what = f"has an entry of {entry.num_tokens} rows that the encoder has not written"
+    else:
+        what = f"has {entry.num_tokens} rows in the encoder cache and {window.num_tokens} in the prompt"
+    return EncoderCacheReadError(
+        f"request {window.request_id}: item {window.key} {what}; "
+        f"rows {window.first_row} to {window.first_row + window.num_rows} were to be read"
+    )
+
+
+def _filled_twice(windows: Sequence[ReadWindow], num_step_tokens: int) -> EncoderCacheReadError:
+    taken = np.zeros(num_step_tokens, dtype=np.int32)
+    for window in windows:
+        length = window.num_rows if window.mask is None else len(window.mask)
+        span = taken[window.step_position : window.step_position + length]
+        span += 1 if window.mask is None else window.mask[: len(span)]
+        fits = window.step_position + length <= num_step_tokens and window.step_position >= 0
+        count = window.num_rows if window.mask is None else int(np.count_nonzero(window.mask))
+        if span.max(initial=0) > 1 or not fits or count != window.num_rows:
+            return EncoderCacheReadError(
+                f"request {window.request_id}: item {window.key} is to fill {window.num_rows} rows of the step from row "
+                f"{window.step_position} on, of {num_step_tokens}, and some are filled already or outside the step"
+            )
+    return EncoderCacheReadError(f"{len(windows)} items fill rows of a step of {num_step_tokens} twice")

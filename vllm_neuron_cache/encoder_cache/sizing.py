@@ -1,0 +1,83 @@
+"""How many blocks the pool has, by one function, used wherever the number matters."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.encoder_cache.item import num_dense_blocks
+from vllm_neuron_cache.errors import ConfigurationError
+
+
+class CacheGeometry(NamedTuple):
+    """The shape of the cache. The last block is the scratch block; it is never allocated."""
+
+    num_blocks: int
+    """Blocks in the buffer, scratch block included."""
+    block_size: int
+    """Token rows in a block."""
+    encoder_block_size: int
+    """Token rows that one attention block of the encoder gives; a multiple of `block_size`."""
+
+    @property
+    def scratch_block_id(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_item_blocks(self) -> int:
+        """Blocks that items can own."""
+        return self.num_blocks - 1
+
+
+def cache_geometry(
+    config: NeuronCacheConfig,
+    *,
+    merge_factor: int,
+    encoder_cache_size: int,
+    largest_item_tokens: Iterable[int],
+) -> CacheGeometry:
+    """Derives the geometry from the configuration, the model and the scheduler's budget.
+
+    Args:
+        config: the configuration.
+        merge_factor: patches that the encoder's merger turns into one token (4 for a 2x2 merger).
+        encoder_cache_size: the scheduler's budget, in token rows.
+        largest_item_tokens: token rows of the largest legal item of each modality.
+
+    Raises `ConfigurationError` when a size does not divide, or a fixed number of blocks is below what is needed.
+    """
+    patches = config.encoder.encoder_attention_block_size
+    if patches % merge_factor:
+        raise ConfigurationError(
+            f"encoder_attention_block_size is {patches} patches and the model merges {merge_factor} patches into a "
+            f"token; give a multiple of {merge_factor}, {_near_multiple(patches, merge_factor)} for example."
+        )
+    encoder_block_size = patches // merge_factor
+    block_size = config.encoder_cache_block_size or encoder_block_size
+    if encoder_block_size % block_size:
+        raise ConfigurationError(
+            f"encoder_cache_block_size is {block_size} and does not divide the encoder's block of {encoder_block_size} "
+            f"token rows ({patches} patches over {merge_factor}). Give a divisor of it: "
+            f"{', '.join(map(str, _divisors(encoder_block_size)))}."
+        )
+
+    largest = max(largest_item_tokens, default=0)
+    # Every item that vLLM's own token check admits has to fit into an empty pool.
+    needed = max(num_dense_blocks(encoder_cache_size, block_size), num_dense_blocks(largest, block_size), 1) + 1
+    exact = config.encoder_cache_num_blocks_exact
+    if exact is not None and exact < needed:
+        raise ConfigurationError(
+            f"encoder_cache_num_blocks_exact is {exact}, of which one is the scratch block, and the largest item that "
+            f"vLLM admits here has {max(encoder_cache_size, largest)} token rows, {needed - 1} blocks of {block_size}. "
+            f"Give at least {needed}, or lower the largest item (max_num_batched_tokens, limit_mm_per_prompt, or the "
+            "processor's max_pixels)."
+        )
+    num_blocks = exact if exact is not None else max(needed, config.encoder.encoder_cache_num_blocks or 0)
+    return CacheGeometry(num_blocks=num_blocks, block_size=block_size, encoder_block_size=encoder_block_size)
+
+
+def _near_multiple(value: int, factor: int) -> int:
+    return max(factor, round(value / factor) * factor)
+
+
+def _divisors(value: int) -> list[int]:
+    return [candidate for candidate in range(1, value + 1) if value % candidate == 0]

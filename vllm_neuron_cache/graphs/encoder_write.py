@@ -1,0 +1,46 @@
+"""Graphs that write the encoder cache's buffer and its tags, in place."""
+
+import torch
+
+from vllm_neuron_cache.graphs.spec import GraphSpec
+
+
+def encoder_write(buffer: torch.Tensor, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """Writes whole blocks.
+
+    Args:
+        buffer: `[num_blocks, block_size, fat_dim]`; mutated.
+        rows: `[K, block_size, fat_dim]`, of the buffer's dtype.
+        block_ids: int32 `[K]`; padding names the scratch block.
+    """
+    buffer.index_put_((block_ids,), rows)
+
+
+def encoder_stamp(
+    mm_hash_tags: torch.Tensor,
+    generations: torch.Tensor,
+    block_ids: torch.Tensor,
+    tags: torch.Tensor,
+    stamps: torch.Tensor,
+) -> None:
+    """Writes the tags of whole blocks: zeros before their rows change, the item's own after.
+
+    Args:
+        mm_hash_tags: int32 `[num_blocks, 2]`; mutated.
+        generations: int32 `[num_blocks]`; mutated.
+        block_ids: int32 `[K]`; padding names the scratch block.
+        tags: int32 `[K, 2]`.
+        stamps: int32 `[K]`.
+    """
+    mm_hash_tags.index_put_((block_ids,), tags)
+    generations.index_put_((block_ids,), stamps)
+
+
+def encoder_write_spec(buckets: tuple[int, ...]) -> GraphSpec:
+    return GraphSpec(name="encoder_write", fn=encoder_write, mutates=("buffer",), buckets=buckets)
+
+
+def encoder_stamp_spec(buckets: tuple[int, ...]) -> GraphSpec:
+    return GraphSpec(
+        name="encoder_stamp", fn=encoder_stamp, mutates=("mm_hash_tags", "generations"), buckets=buckets
+    )

@@ -1,0 +1,14 @@
+"""Lanes: the ways in which a graph is lowered. Only modules in this folder import a compiler."""
+
+from vllm_neuron_cache.graphs.lanes.base import Lane
+from vllm_neuron_cache.graphs.lanes.eager import EagerLane
+from vllm_neuron_cache.graphs.lanes.inductor import InductorLane
+
+__all__ = ["Lane", "EagerLane", "InductorLane", "make_lane"]
+
+_LANES: dict[str, type[Lane]] = {lane.name: lane for lane in (EagerLane, InductorLane)}
+
+
+def make_lane(name: str) -> Lane:
+    """A new lane by its configuration name. Raises `KeyError` for a name that `config.LANES` does not list."""
+    return _LANES[name]()

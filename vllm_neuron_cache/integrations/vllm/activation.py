@@ -1,0 +1,109 @@
+"""What the one key turns on: fills in manager, scheduler and worker of an engine's configuration."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.config.ec_manager_config import EncoderCacheManagerConfig
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.errors import ConfigurationError
+from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
+from vllm_neuron_cache.integrations.vllm.scheduler import BASE_SCHEDULER_KEY, acknowledges_steps
+
+logger = init_logger("vllm.neuron_cache")
+
+MANAGER_CLS = "vllm_neuron_cache.integrations.vllm.manager.BlockEncoderCacheManager"
+SCHEDULER_CLS = "vllm_neuron_cache.integrations.vllm.scheduler.block_scheduler"
+WORKER_CLS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_neuron_cache.integrations.vllm.worker.BlockCPUWorker"}
+"""The worker to use in place of the one that the platform chose."""
+
+
+def validate(additional_config: Any) -> None:
+    """Raises `ConfigurationError` for what is wrong in our namespaces, before vLLM builds anything."""
+    NeuronCacheConfig.from_additional_config(additional_config)
+
+
+def activate(vllm_config: VllmConfig) -> None:
+    """Puts the encoder cache into a finished engine configuration, over the classes that vLLM chose. Mutates it.
+
+    A model that this cache has nothing to do for (text only, or encoder-decoder) is left as it is, with a warning.
+    Raises `ConfigurationError` for a combination that it cannot serve.
+    """
+    model_config = vllm_config.model_config
+    if not MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config) or model_config.is_encoder_decoder:
+        kind = "is an encoder-decoder model" if model_config.is_encoder_decoder else "takes no multimodal input here"
+        logger.warning("Encoder cache: %s %s; vLLM's own cache stays.", model_config.model, kind)
+        return
+    _refuse_unsupported(vllm_config)
+    _set_manager(vllm_config)
+    _set_scheduler(vllm_config)
+    _set_worker(vllm_config)
+    resolve_geometry(vllm_config)
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    multimodal = vllm_config.model_config.multimodal_config
+    refusals = (
+        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})"),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism",
+        ),
+        (vllm_config.speculative_config is not None, "speculative decoding (speculative_config)"),
+        (vllm_config.ec_transfer_config is not None, "encoder disaggregation (ec_transfer_config)"),
+        (vllm_config.model_config.enable_prompt_embeds, "prompt embeddings (enable_prompt_embeds)"),
+        (bool(getattr(multimodal, "video_pruning_rate", None)), "video pruning (video_pruning_rate)"),
+    )
+    for unsupported, what in refusals:
+        if unsupported:
+            raise ConfigurationError(
+                f"the encoder cache does not work with {what} in this version. Remove that setting, or the "
+                "vllm_neuron_cache key."
+            )
+
+
+def _set_manager(vllm_config: VllmConfig) -> None:
+    configured = vllm_config.ec_manager_config.encoder_cache_manager_cls
+    if configured not in (None, MANAGER_CLS):
+        raise ConfigurationError(
+            f"ec_manager_config names {configured}, and the vllm_neuron_cache key brings a manager of its own. "
+            "Remove one of the two."
+        )
+    # Every engine gets an object of its own: the geometry is written into it.
+    vllm_config.ec_manager_config = EncoderCacheManagerConfig(
+        encoder_cache_manager_cls=MANAGER_CLS, manager_config=dict(vllm_config.ec_manager_config.manager_config)
+    )
+
+
+def _set_scheduler(vllm_config: VllmConfig) -> None:
+    scheduler = vllm_config.scheduler_config
+    base = scheduler.scheduler_cls
+    if base is not None:
+        base = resolve_obj_by_qualname(base) if isinstance(base, str) else base
+        if acknowledges_steps(base):
+            return
+        vllm_config.ec_manager_config.manager_config[BASE_SCHEDULER_KEY] = f"{base.__module__}.{base.__qualname__}"
+    scheduler.scheduler_cls = SCHEDULER_CLS
+
+
+def _set_worker(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls in WORKER_CLS:
+        parallel.worker_cls = WORKER_CLS[parallel.worker_cls]
+        return
+    if parallel.worker_cls in WORKER_CLS.values():
+        return
+    from vllm_neuron_cache.integrations.vllm.worker import BlockWorkerMixin
+
+    worker = resolve_obj_by_qualname(parallel.worker_cls)
+    if not issubclass(worker, BlockWorkerMixin):
+        raise ConfigurationError(
+            f"worker_cls is {parallel.worker_cls}, over which the encoder cache is not known to work; it knows "
+            f"{', '.join(WORKER_CLS)}. Name a class that derives from BlockWorkerMixin "
+            "(vllm_neuron_cache.integrations.vllm.worker) and from yours, or remove the vllm_neuron_cache key."
+        )

@@ -1,0 +1,228 @@
+"""vLLM's encoder-cache manager, accounting in blocks."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
+
+from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs, num_dense_blocks
+from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
+from vllm_neuron_cache.encoder_cache.steps import StepJournal
+from vllm_neuron_cache.errors import ConfigurationError, IntegrityError
+from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
+from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata
+
+
+@dataclass(kw_only=True, slots=True)
+class ManagerStats:
+    """Counted since the manager was made. A query is a request asking for an item for the first time in its life,
+    or again after it let go of it."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+    @property
+    def queries(self) -> int:
+        return self.hits + self.misses
+
+
+class BlockEncoderCacheManager(EncoderCacheManager):
+    """The scheduler's side of the encoder cache: who may be encoded, where the rows go, what is evicted.
+
+    It keeps its own state and overrides every method that vLLM's scheduler calls, because the base class differs
+    inside between vLLM versions. It must be driven by a scheduler with `BlockSchedulerMixin`: alone it would never
+    learn that a step finished.
+    """
+
+    @classmethod
+    def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> EncoderCacheManager:
+        """Called by vLLM's scheduler. `cache_size` is its budget in token rows."""
+        from vllm_neuron_cache.integrations.vllm.scheduler import acknowledges_steps
+
+        if not acknowledges_steps(vllm_config.scheduler_config.get_scheduler_cls()):
+            raise ConfigurationError(
+                f"{cls.__name__} needs a scheduler that acknowledges its steps. Add --scheduler-cls "
+                "vllm_neuron_cache.integrations.vllm.scheduler.block_scheduler, or turn everything on with "
+                "additional_config={'vllm_neuron_cache': {}}."
+            )
+        return cls(resolve_geometry(vllm_config), cache_size)
+
+    def __init__(self, geometry: CacheGeometry, cache_size: int) -> None:
+        super().__init__(cache_size)
+        self.geometry = geometry
+        self.stats = ManagerStats()
+        self._pool = EncoderBlockPool(geometry.num_item_blocks)
+        self._journal = StepJournal()
+        # Request id -> ids of its inputs that it refers to.
+        self._inputs: dict[str, set[int]] = {}
+        # References that requests took in the pass that is being made: (request, input id, key).
+        self._taken: list[tuple[Request, int, str]] = []
+        # Layouts of items with frames; those of dense items are cheaper to make than to find.
+        self._frame_layouts: dict[str, ItemLayout] = {}
+        self._freed: list[str] = []
+
+    @property
+    def pool(self) -> EncoderBlockPool:
+        """For reading only."""
+        return self._pool
+
+    # Called by vLLM's scheduler --------------------------------------------------------------------------------
+
+    def check_and_update_cache(self, request: Request, input_id: int) -> bool:
+        """Whether the item is there, or will be when this pass's step runs. If so the request refers to it."""
+        key = request.mm_features[input_id].identifier
+        if self._pool.get(key) is None:
+            return False
+        inputs = self._inputs.setdefault(request.request_id, set())
+        if input_id not in inputs:
+            inputs.add(input_id)
+            if self._pool.refer(key, request.request_id):
+                self.stats.hits += 1
+                self._taken.append((request, input_id, key))
+        return True
+
+    def can_allocate(
+        self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        """Whether the item can be encoded in this pass; evicts to make room for it.
+
+        vLLM passes the items accepted before this one as an unrounded sum of rows; their blocks are counted again
+        here, item by item.
+        """
+        feature = request.mm_features[input_id]
+        if feature.mm_position.get_num_embeds() > encoder_compute_budget:
+            return False
+        num_blocks = self._num_blocks(feature) + self._num_pending_blocks(request, input_id, num_embeds_to_schedule)
+        if not self._pool.can_reserve(num_blocks):
+            return False
+        if num_blocks > self._pool.num_free_blocks:
+            for item in self._pool.make_room(num_blocks):
+                self.stats.evictions += 1
+                self._freed.append(item.key)
+                self._journal.record_eviction(item)
+        return True
+
+    def allocate(self, request: Request, input_id: int) -> None:
+        """Reserves the item's blocks for the step that is being made. `can_allocate` has made the room."""
+        feature = request.mm_features[input_id]
+        item = self._pool.reserve(
+            feature.identifier, self._layout(feature), reference=request.request_id, step=self._journal.open_seq
+        )
+        self._journal.record_allocation(item)
+        self._inputs.setdefault(request.request_id, set()).add(input_id)
+        self.stats.misses += 1
+
+    def get_cached_input_ids(self, request: Request) -> set[int]:
+        return self._inputs.get(request.request_id, set())
+
+    def free_encoder_input(self, request: Request, input_id: int) -> None:
+        """Drops one input of a request. The item stays referred to while another input of the request is the same."""
+        inputs = self._inputs.get(request.request_id)
+        if inputs is None or input_id not in inputs:
+            return
+        inputs.discard(input_id)
+        key = request.mm_features[input_id].identifier
+        if not any(request.mm_features[other].identifier == key for other in inputs):
+            self._pool.release(key, request.request_id)
+        if not inputs:
+            del self._inputs[request.request_id]
+
+    def free(self, request: Request) -> None:
+        """Drops every reference of a request, at its end or when it is preempted."""
+        for input_id in sorted(self._inputs.get(request.request_id, ())):
+            self.free_encoder_input(request, input_id)
+        for feature in request.mm_features:
+            self._frame_layouts.pop(feature.identifier, None)
+
+    def get_freed_mm_hashes(self) -> list[str]:
+        """Keys evicted in this pass and not allocated again in it, for whoever reads vLLM's own list."""
+        freed, self._freed = self._freed, []
+        return [key for key in freed if self._pool.get(key) is None]
+
+    def get_manager_metadata(self) -> BlockCacheMetadata:
+        """Closes the pass; vLLM calls it once per `schedule`, last."""
+        return BlockCacheMetadata(step=self._journal.close_step())
+
+    def reset(self) -> None:
+        """Forgets everything. What running requests still need is encoded again."""
+        self._pool.clear()
+        self._journal.record_reset()
+        self._inputs.clear()
+        self._taken.clear()
+        self._freed.clear()
+
+    # Called by BlockSchedulerMixin -----------------------------------------------------------------------------
+
+    def end_pass(self, scheduled: Container[str]) -> None:
+        """Drops the references that requests took in the pass without being scheduled in it.
+
+        `scheduled` holds the request ids of the pass. A request that has to wait must not keep blocks that a running
+        one needs.
+        """
+        if not self._taken:
+            return
+        for request, input_id, key in self._taken:
+            held = self._inputs.get(request.request_id, ())
+            if request.request_id not in scheduled:
+                self.stats.hits -= 1
+                for other in [i for i in held if request.mm_features[i].identifier == key]:
+                    self.free_encoder_input(request, other)
+        self._taken.clear()
+
+    def acknowledge(self, metadata: BlockCacheMetadata) -> None:
+        """The step that `metadata` belongs to has come back from the workers."""
+        self._journal.acknowledge(metadata.step.seq)
+        self._pool.acknowledge(metadata.step.seq)
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` if pool, journal and references disagree. Changes nothing."""
+        self._pool.check_integrity()
+        self._journal.check_integrity()
+        referring = {request_id for item in self._pool.items() for request_id in item.references}
+        if referring != set(self._inputs):
+            raise IntegrityError(f"requests that items name: {referring}; requests with inputs: {set(self._inputs)}")
+
+    # Sizes -----------------------------------------------------------------------------------------------------
+
+    def _num_blocks(self, feature: MultiModalFeatureSpec) -> int:
+        position = feature.mm_position
+        if position.is_embed is None:
+            return num_dense_blocks(position.length, self.geometry.block_size)
+        return self._layout(feature).num_blocks
+
+    def _layout(self, feature: MultiModalFeatureSpec) -> ItemLayout:
+        mask = feature.mm_position.is_embed
+        if feature.modality != "video" or mask is None:
+            return self._item_layout(feature, ())
+        layout = self._frame_layouts.get(feature.identifier)
+        if layout is None:
+            layout = self._frame_layouts[feature.identifier] = self._item_layout(feature, mask_runs(mask.numpy()))
+        return layout
+
+    def _item_layout(self, feature: MultiModalFeatureSpec, frame_tokens: tuple[int, ...]) -> ItemLayout:
+        return item_layout(
+            feature.mm_position.get_num_embeds(),
+            frame_tokens,
+            encoder_block_size=self.geometry.encoder_block_size,
+            block_size=self.geometry.block_size,
+            max_blocks=self.geometry.num_item_blocks,
+        )
+
+    def _num_pending_blocks(self, request: Request, input_id: int, num_embeds: int) -> int:
+        """Blocks of the items before `input_id` that vLLM has accepted in this pass: `num_embeds` rows in all."""
+        num_blocks = 0
+        seen: set[str] = set()
+        for feature in reversed(request.mm_features[:input_id]):
+            if num_embeds <= 0:
+                break
+            if feature.identifier in seen or self._pool.get(feature.identifier) is not None:
+                continue
+            seen.add(feature.identifier)
+            num_embeds -= feature.mm_position.get_num_embeds()
+            num_blocks += self._num_blocks(feature)
+        return num_blocks

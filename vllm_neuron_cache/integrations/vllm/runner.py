@@ -1,0 +1,222 @@
+"""The model runner's part: apply steps, write encoder outputs, and merge cached rows, through vLLM's own seams."""
+
+from typing import Any
+
+import torch
+from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
+from vllm.logger import init_logger
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, ReadWindow
+from vllm_neuron_cache.errors import ConfigurationError, EncoderOutputError, StepProtocolError
+from vllm_neuron_cache.graphs.lanes import make_lane
+from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
+from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata
+from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
+
+logger = init_logger("vllm.neuron_cache")
+
+# Small enough to encode in no time, large enough for every processor's lower limit.
+_PROBES = {
+    "image": ImageDummyOptions(count=1, width=64, height=64),
+    "video": VideoDummyOptions(count=1, num_frames=2, width=64, height=64),
+}
+
+
+class BlockRunnerMixin:
+    """Over vLLM's V1 `GPUModelRunner` and its descendants.
+
+    vLLM gathers embeddings into new tensors and hands them to the model's `embed_input_ids`. Here the gather makes a
+    plan only, the model embeds text alone, and the merge graph then writes the cached rows over the placeholders, in
+    tensors that this class owns and that the model and vLLM see as views.
+    """
+
+    def init_block_encoder_cache(self) -> None:
+        """Measures the encoder's width, allocates the buffer, and takes over the tensors that the merge writes.
+
+        Call once, after the weights are loaded and before anything is compiled.
+        Raises `ConfigurationError` for a model whose way of merging is not known here.
+        """
+        geometry = resolve_geometry(self.vllm_config)
+        fat_dim = self._measure_encoder_width()
+        targets = self._take_over_merge_targets(fat_dim)
+        config = NeuronCacheConfig.from_additional_config(self.vllm_config.additional_config)
+        self._encoder_runtime = EncoderCacheRuntime(
+            geometry,
+            fat_dim=fat_dim,
+            dtype=self.dtype,
+            device=self.device,
+            targets=targets,
+            lane=make_lane(config.lane),
+        )
+        self._read_plan: ReadPlan | None = None
+        self.encoder_cache = _ProfilingOutputs(fat_dim)
+        logger.info(
+            "Encoder cache: %d blocks (one is scratch) of %d rows of %d %s, %.1f MiB; lane %s, buckets %s",
+            geometry.num_blocks,
+            geometry.block_size,
+            fat_dim,
+            str(self.dtype).removeprefix("torch."),
+            self._encoder_runtime.blocks.num_bytes / 2**20,
+            config.lane,
+            ", ".join(f"{g.spec.name} {'/'.join(map(str, g.buckets))}" for g in self._encoder_runtime.graphs),
+        )
+
+    @torch.inference_mode()
+    def warm_up_block_encoder_cache(self) -> None:
+        """Compiles every graph in every bucket; nothing compiles after. The mode is that of `execute_model`."""
+        self._encoder_runtime.warm_up()
+
+    @property
+    def encoder_runtime(self) -> EncoderCacheRuntime:
+        return self._encoder_runtime
+
+    # vLLM's seams ----------------------------------------------------------------------------------------------
+
+    def _process_encoder_cache_scheduler_output(self, scheduler_output: Any) -> None:
+        metadata = scheduler_output.ec_manager_metadata
+        if not isinstance(metadata, BlockCacheMetadata):
+            raise StepProtocolError(
+                f"the scheduler sent {type(metadata).__name__} where the encoder cache's step was expected: scheduler "
+                "and worker are configured differently. Turn both on with additional_config={'vllm_neuron_cache': {}}."
+            )
+        self._encoder_runtime.apply(metadata.step)
+
+    def _cache_encoder_output(self, mm_hash: str, output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._encoder_runtime.write(mm_hash, output)
+
+    def _gather_mm_embeddings(
+        self, scheduler_output: Any, shift_computed_tokens: int = 0
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Plans the step's reads. Returns no embeddings, so that the model embeds text alone."""
+        num_step_tokens = scheduler_output.total_num_scheduled_tokens
+        windows = self._read_windows(scheduler_output)
+        if not windows:
+            return [], torch.zeros(num_step_tokens, dtype=torch.bool)
+        self._read_plan = self._encoder_runtime.plan_reads(windows, num_step_tokens)
+        return [], torch.from_numpy(self._read_plan.is_embed)
+
+    def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Called when text is embedded and copied into `inputs_embeds`: the cached rows go over it now."""
+        if self._read_plan is not None:
+            plan, self._read_plan = self._read_plan, None
+            self._encoder_runtime.merge(plan)
+            if self._has_deepstack:
+                # The model adds, and then clears, this many rows of its deepstack buffers.
+                self.model.deepstack_input_embeds_num_tokens = len(plan.is_embed)
+        return super()._prepare_mm_inputs(num_tokens)
+
+    def reset_encoder_cache(self) -> None:
+        super().reset_encoder_cache()
+        self._encoder_runtime.clear()
+
+    # Our own ---------------------------------------------------------------------------------------------------
+
+    def _read_windows(self, scheduler_output: Any) -> list[ReadWindow]:
+        """What each scheduled request reads in this step, in the order of the batch."""
+        windows: list[ReadWindow] = []
+        row = 0
+        num_scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in self.input_batch.req_ids:
+            length = num_scheduled[request_id]
+            request = self.requests[request_id]
+            begin = request.num_computed_tokens
+            end = begin + length
+            for feature in request.mm_features:
+                position = feature.mm_position
+                offset = position.offset
+                if offset >= end:
+                    break
+                if offset + position.length <= begin:
+                    continue
+                first = max(begin - offset, 0)
+                last = min(end - offset, position.length)
+                first_row, last_row = position.get_embeds_indices_in_range(first, last)
+                if first_row == last_row:
+                    continue
+                mask = position.is_embed
+                windows.append(
+                    ReadWindow(
+                        request_id,
+                        feature.identifier,
+                        position.get_num_embeds(),
+                        first_row,
+                        last_row - first_row,
+                        row + offset + first - begin,
+                        None if mask is None else mask[first:last].numpy(),
+                    )
+                )
+            row += length
+        return windows
+
+    @torch.inference_mode()
+    def _measure_encoder_width(self) -> int:
+        """Elements in a row of the encoder's output, from running it on the smallest input of one modality."""
+        modalities = [modality for modality in _PROBES if modality in self.mm_budget.mm_max_toks_per_item]
+        if not modalities:
+            raise ConfigurationError(
+                f"the encoder cache serves {' and '.join(_PROBES)} items, and this engine allows "
+                f"{', '.join(self.mm_budget.mm_max_toks_per_item) or 'none'} (limit_mm_per_prompt). Allow one of them, "
+                "or remove the vllm_neuron_cache key."
+            )
+        modality = modalities[0]
+        limits = self.model_config.multimodal_config.limit_per_prompt
+        configured = limits.get(modality)
+        limits[modality] = _PROBES[modality]
+        try:
+            probe = self._get_mm_dummy_batch(modality, 1)
+        finally:
+            if configured is None:
+                del limits[modality]
+            else:
+                limits[modality] = configured
+        return self.model.embed_multimodal(**probe)[0].shape[-1]
+
+    def _take_over_merge_targets(self, fat_dim: int) -> MergeTargets:
+        """Replaces vLLM's and the model's input buffers by views of tensors with one row more, the dummy row."""
+        model = self.model
+        width = self.inputs_embeds_size
+        num_levels = len(getattr(model, "deepstack_input_embeds", ()))
+        self._has_deepstack = num_levels > 0
+        merges_by_default = type(model).embed_input_ids is SupportsMultiModal.embed_input_ids
+        if not (self._has_deepstack or merges_by_default):
+            raise ConfigurationError(
+                f"{type(model).__name__} merges embeddings in a way of its own, which the encoder cache does not know. "
+                "Remove the vllm_neuron_cache key to serve it with vLLM's own cache."
+            )
+        if fat_dim != width * (1 + num_levels):
+            raise ConfigurationError(
+                f"{type(model).__name__}'s encoder returns rows of {fat_dim}, and the language model takes "
+                f"{1 + num_levels} levels of {width}, {width * (1 + num_levels)} in all. Remove the vllm_neuron_cache "
+                "key to serve it with vLLM's own cache."
+            )
+
+        def target() -> torch.Tensor:
+            return torch.zeros(self.max_num_tokens + 1, width, dtype=self.dtype, device=self.device)
+
+        hidden = target()
+        self.inputs_embeds.gpu = hidden[:-1]
+        if self.device.type == "cpu":
+            self.inputs_embeds.cpu = self.inputs_embeds.gpu
+        deepstack = tuple(target() for _ in range(num_levels))
+        if self._has_deepstack:
+            model.deepstack_input_embeds = [level[:-1] for level in deepstack]
+        return MergeTargets(hidden, deepstack)
+
+
+class _ProfilingOutputs(dict[str, torch.Tensor]):
+    """Stands where vLLM's runner keeps its dict of outputs. vLLM's memory profiling puts outputs of the largest items
+    here and clears it; nothing else does. Their width is compared with what was measured."""
+
+    def __init__(self, fat_dim: int) -> None:
+        super().__init__()
+        self._fat_dim = fat_dim
+
+    def __setitem__(self, key: str, output: torch.Tensor) -> None:
+        if output.shape[-1] != self._fat_dim:
+            raise EncoderOutputError(
+                f"the encoder's output for {key} has rows of {output.shape[-1]}; the smallest input gave {self._fat_dim}"
+            )
+        super().__setitem__(key, output)
+
