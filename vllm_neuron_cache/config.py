@@ -37,14 +37,13 @@ class EncoderNeuronConfig:
     """Minimum age of a freed block before reuse. Only 0 (also what None means) while every reader is in-process."""
 
     def __post_init__(self) -> None:
-        _require_int(ENCODER_NAMESPACE, "encoder_attention_block_size", self.encoder_attention_block_size, 1)
-        _require_int(ENCODER_NAMESPACE, "encoder_cache_num_blocks", self.encoder_cache_num_blocks, 2, optional=True)
-        _require_int(
-            ENCODER_NAMESPACE, "encoder_cache_min_hold_time_ms", self.encoder_cache_min_hold_time_ms, 0, optional=True
-        )
+        name = ENCODER_NAMESPACE
+        _require_int(name, "encoder_attention_block_size", self.encoder_attention_block_size, 1)
+        _require_int(name, "encoder_cache_num_blocks", self.encoder_cache_num_blocks, 2, optional=True)
+        _require_int(name, "encoder_cache_min_hold_time_ms", self.encoder_cache_min_hold_time_ms, 0, optional=True)
         if self.encoder_cache_min_hold_time_ms:
             raise ConfigurationError(
-                f"{ENCODER_NAMESPACE}.encoder_cache_min_hold_time_ms is {self.encoder_cache_min_hold_time_ms}; a hold "
+                f"{name}.encoder_cache_min_hold_time_ms is {self.encoder_cache_min_hold_time_ms}; a hold "
                 "time guards blocks that another process reads, and this version has no such readers. Remove the key "
                 "or set it to 0."
             )
@@ -83,6 +82,8 @@ class NeuronCacheConfig:
     @classmethod
     def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> "NeuronCacheConfig":
         """Reads both namespaces. Raises `ConfigurationError` for an unknown key of ours or an illegal value."""
+        if not isinstance(additional_config, Mapping | None):
+            raise ConfigurationError(f"additional_config is {additional_config!r}; give an object of keys and values.")
         additional_config = additional_config or {}
         own = _namespace(additional_config, OWN_NAMESPACE)
         own_keys = [spec.name for spec in fields(cls) if spec.name != "encoder"]
@@ -126,9 +127,11 @@ def _require_int(namespace: str, name: str, value: Any, minimum: int, *, optiona
     # bool is an int in Python, but `true` for a size is a mistake worth catching.
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         alternative = " or null" if optional else ""
-        raise ConfigurationError(f"{namespace}.{name} is {value!r}; give a whole number of at least {minimum}{alternative}.")
+        raise ConfigurationError(
+            f"{namespace}.{name} is {value!r}; give a whole number of at least {minimum}{alternative}."
+        )
 
 
-def _did_you_mean(key: str, keys: list[str]) -> str:
-    nearest = difflib.get_close_matches(key, keys, n=1)
+def _did_you_mean(key: Any, keys: list[str]) -> str:
+    nearest = difflib.get_close_matches(str(key), keys, n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,5 +1,75 @@
 """`vllm-neuron-cache bench`: measurements that compare, in one run."""
 
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from vllm_neuron_cache.cli.report import write_json
+from vllm_neuron_cache.demo.checkpoint import build_checkpoint
 
 bench_app = typer.Typer(help="Measurements, each against something in the same run.", no_args_is_help=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")]
+
+
+@bench_app.command()
+def graphs(
+    json_file: JsonFile = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement; the least time counts.")] = 9,
+) -> None:
+    """The write and merge graphs against a memcpy of the same bytes (needs about 6 GB of memory)."""
+    from vllm_neuron_cache.bench.graphs import bench_graphs
+
+    with _progress() as progress:
+        task = progress.add_task("Graphs")
+        result = bench_graphs(rounds=rounds, step=lambda description: progress.update(task, description=description))
+    _show("Graphs against a memcpy of the useful bytes, one thread", result)
+    if json_file is not None:
+        write_json(json_file, result)
+
+
+@bench_app.command()
+def hits(
+    json_file: JsonFile = None,
+    pairs: Annotated[int, typer.Option(min=2, help="Pairs of the same request, to stock and to the cache.")] = 240,
+    checkpoint: Annotated[Path | None, typer.Option(help="Directory of the small model.")] = None,
+) -> None:
+    """The time to first token of a hit, ours over stock vLLM's own."""
+    from vllm_neuron_cache.bench.hits import bench_hits
+
+    with _progress() as progress:
+        task = progress.add_task("Building the small model", total=pairs)
+        result = bench_hits(
+            build_checkpoint(checkpoint),
+            pairs=pairs,
+            step=lambda description: progress.update(task, description=description),
+            advance=lambda: progress.advance(task),
+        )
+    _show("Hits beside stock vLLM", result)
+    if json_file is not None:
+        write_json(json_file, result)
+
+
+def _progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, console=Console(), transient=True)
+
+
+def _show(title: str, result: dict[str, Any]) -> None:
+    table = Table(title=title)
+    table.add_column("measure")
+    table.add_column("value", justify="right")
+    for name, value in _flat(result):
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def _flat(result: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows = []
+    for name, value in result.items():
+        rows += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return rows

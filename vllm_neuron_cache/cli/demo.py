@@ -16,7 +16,9 @@ from vllm_neuron_cache.demo.requests import demo_requests
 
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the times to first token (PNG, SVG, PDF).")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the times to first token (PNG, SVG, PDF).")
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Directory of the small model; built there if it is missing.")
     ] = None,
@@ -27,7 +29,13 @@ def demo(
     """
     console = Console()
     requests = demo_requests()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Building the small model", total=len(requests))
 
@@ -63,7 +71,11 @@ def _table(summary: Summary) -> Table:
     table.add_row("hits: encoder cache, processor cache", "", f"{values['hits']}, {values['processor_cache_hits']}")
     table.add_row("TTFT of a miss, median ms", _milliseconds(ttft["stock_miss"]), _milliseconds(ttft["blocks_miss"]))
     table.add_row("TTFT of a hit, median ms", _milliseconds(ttft["stock_hit"]), _milliseconds(ttft["blocks_hit"]))
-    table.add_row("blocks (one is scratch) x rows x width", "", f"{blocks['num_blocks']} x {blocks['block_size']} x {blocks['fat_dim']}")
+    table.add_row(
+        "blocks (one is scratch) x rows x width",
+        "",
+        f"{blocks['num_blocks']} x {blocks['block_size']} x {blocks['fat_dim']}",
+    )
     table.add_row("buffer, MiB", "", f"{blocks['bytes'] / 2**20:.1f}")
     table.add_row("blocks used at the peak", "", str(blocks["peak_used"]))
     table.add_row("rows wasted by padding", "", f"{blocks['padding_waste']:.0%}")
@@ -91,7 +103,9 @@ def _plot(summary: Summary, path: Path) -> None:
     for position, result in zip(positions, summary.results):
         if result.request.item_keys and result.blocks.encoder_runs == 0:
             axes.annotate("hit", (position, 0), (0, -14), textcoords="offset points", ha="center", fontsize=7)
-    axes.set_xticks(list(positions), [_label(result) for result in summary.results], rotation=60, ha="right", fontsize=8)
+    axes.set_xticks(
+        list(positions), [_label(result) for result in summary.results], rotation=60, ha="right", fontsize=8
+    )
     axes.tick_params(axis="x", pad=14)
     axes.set_ylabel("time to first token, ms")
     axes.set_title("Every request on both engines, in the order sent (CPU)")

@@ -41,7 +41,9 @@ _CHAT_TEMPLATE = (
     "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
     "{%- if message.content is string %}{{ message.content }}"
     "{%- else %}{%- for part in message.content %}"
-    "{%- if part.type in ('image', 'image_url') %}" + IMAGE_PLACEHOLDER + "{%- elif part.type in ('video', 'video_url') %}"
+    "{%- if part.type in ('image', 'image_url') %}"
+    + IMAGE_PLACEHOLDER
+    + "{%- elif part.type in ('video', 'video_url') %}"
     "" + VIDEO_PLACEHOLDER + "{%- elif part.type == 'text' %}{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}"
     "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )

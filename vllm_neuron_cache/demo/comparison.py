@@ -47,9 +47,7 @@ def compare(
         for engine in (stock, blocks) if number % 2 else (blocks, stock):
             runs_before = engine.encoder_runs
             (completion,) = engine.generate([prompt], max_tokens=max_tokens)
-            results[engine] = EngineResult(
-                completion.token_ids, completion.ttft_ms, engine.encoder_runs - runs_before
-            )
+            results[engine] = EngineResult(completion.token_ids, completion.ttft_ms, engine.encoder_runs - runs_before)
         yield RequestResult(request, completion.prompt_token_ids, results[stock], results[blocks])
 
 

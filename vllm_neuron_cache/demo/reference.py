@@ -51,7 +51,9 @@ def num_reference_blocks(runs: Sequence[int], block_size: int) -> int:
     return blocks
 
 
-def reference_encoder_runs(requests: Sequence[Sequence[ReferenceItem]], *, num_blocks: int, block_size: int) -> list[int]:
+def reference_encoder_runs(
+    requests: Sequence[Sequence[ReferenceItem]], *, num_blocks: int, block_size: int
+) -> list[int]:
     """Encoder runs that each request costs, with `num_blocks` blocks for items."""
     cached: OrderedDict[str, int] = OrderedDict()
     runs_of_request = []

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class ItemLayout(NamedTuple):
-    """Where an item's rows lie: block `i` of the item holds its next `tokens_per_block[i]` rows, from row 0 of the block."""
+    """Where an item's rows lie: its block `i` holds its next `tokens_per_block[i]` rows, from the block's row 0 on."""
 
     tokens_per_block: tuple[int, ...]
 
@@ -53,9 +53,7 @@ def frame_layout(frame_tokens: Sequence[int], encoder_block_size: int, block_siz
             packed[-1] += tokens
         else:
             packed.append(tokens)
-    return ItemLayout(
-        tuple(tokens for rows in packed for tokens in dense_layout(rows, block_size).tokens_per_block)
-    )
+    return ItemLayout(tuple(tokens for rows in packed for tokens in dense_layout(rows, block_size).tokens_per_block))
 
 
 def item_layout(
@@ -72,6 +70,7 @@ def item_layout(
     instead: whatever vLLM admits by its token count then fits, and no item waits for room that can never come.
     """
     if len(frame_tokens) > 1:
+        assert sum(frame_tokens) == num_tokens, (frame_tokens, num_tokens)
         layout = frame_layout(frame_tokens, encoder_block_size, block_size)
         if layout is not None and layout.num_blocks <= max_blocks:
             return layout
@@ -90,7 +89,11 @@ def buffer_rows(block_ids: Sequence[int], tokens_per_block: Sequence[int], block
     Returns int32 `[sum(tokens_per_block)]`.
     """
     starts = np.asarray(block_ids, dtype=np.int32) * np.int32(block_size)
+    num_tokens = sum(tokens_per_block)
+    assert len(block_ids) == len(tokens_per_block), (block_ids, tokens_per_block)
+    if all(tokens == block_size for tokens in tokens_per_block[:-1]):  # dense, the common case
+        return (starts[:, None] + np.arange(block_size, dtype=np.int32)).reshape(-1)[:num_tokens]
     counts = np.asarray(tokens_per_block, dtype=np.int32)
     first_token = np.cumsum(counts, dtype=np.int32) - counts
     # Row of token t in block b is starts[b] + (t - first_token[b]).
-    return np.repeat(starts - first_token, counts) + np.arange(counts.sum(), dtype=np.int32)
+    return np.repeat(starts - first_token, counts) + np.arange(num_tokens, dtype=np.int32)

@@ -38,12 +38,12 @@ class PoolItem:
 class EncoderBlockPool:
     """FREE -> RESERVED -> RESIDENT <-> EVICTABLE -> FREE: the allocator of the encoder cache.
 
-    Blocks are handed out first-in first-out, and items are evicted in the order in which they lost their last
-    reference (least recently used first), which is the order of vLLM's own manager. No clock and no randomness:
-    the same calls give the same block ids.
+    Blocks are handed out first-in first-out, and items are evicted in the order in which they became EVICTABLE (least
+    recently used first), which is the order of vLLM's own manager. No clock and no randomness: the same calls give
+    the same block ids.
 
-    An item that loses its last reference while RESERVED becomes EVICTABLE when its step is acknowledged, not before:
-    until then a worker may still be writing it.
+    An item becomes EVICTABLE when it loses its last reference, but not before the step that writes it is acknowledged:
+    until then a worker may still be writing.
 
     All changes go through `reserve`, `refer`, `release`, `make_room`, `acknowledge` and `clear`.
     """
@@ -110,10 +110,13 @@ class EncoderBlockPool:
     def reserve(self, key: str, layout: ItemLayout, *, reference: str, step: int) -> PoolItem:
         """Assigns free blocks to a new item, referred to by `reference` and written in `step`.
 
-        Raises `PoolExhaustedError` without room (call `make_room` first), `ValueError` for a key that is there already.
+        Raises `PoolExhaustedError` without room (call `make_room` first), `ValueError` for a key that is there already
+        or a step before one that was named already.
         """
         if key in self._items:
             raise ValueError(f"item {key!r} has blocks already, generation {self._items[key].generation}")
+        if self._unacknowledged and step < self._unacknowledged[-1].reserved_in:
+            raise ValueError(f"item {key!r} is for step {step}, after step {self._unacknowledged[-1].reserved_in}")
         if layout.num_blocks > len(self._free_blocks):
             raise PoolExhaustedError(
                 f"item {key!r} needs {layout.num_blocks} blocks ({layout.num_tokens} rows) and "
@@ -187,9 +190,11 @@ class EncoderBlockPool:
         everywhere = sorted(owned + list(self._free_blocks))
         if everywhere != list(range(self.num_blocks)):
             raise IntegrityError(f"blocks in items and free: {everywhere}; the pool has 0 to {self.num_blocks - 1}")
-        evictable = {key for key, item in self._items.items() if item.state is ItemState.EVICTABLE}
-        if evictable != set(self._evictable):
-            raise IntegrityError(f"items in state evictable: {evictable}; in the eviction order: {set(self._evictable)}")
+        if self.peak_used_blocks < self.num_used_blocks:
+            raise IntegrityError(f"{self.num_used_blocks} blocks are used; the peak is {self.peak_used_blocks}")
+        evictable = {key: item for key, item in self._items.items() if item.state is ItemState.EVICTABLE}
+        if evictable != dict(self._evictable):
+            raise IntegrityError(f"items in state evictable: {list(evictable)}; to be evicted: {list(self._evictable)}")
         num_evictable = sum(len(item.block_ids) for item in self._evictable.values())
         if num_evictable != self._num_evictable_blocks:
             raise IntegrityError(f"evictable blocks: {num_evictable} in items, {self._num_evictable_blocks} counted")
@@ -197,6 +202,9 @@ class EncoderBlockPool:
         awaited = {item.key for item in self._unacknowledged if self._items.get(item.key) is item}
         if reserved != awaited:
             raise IntegrityError(f"items in state reserved: {reserved}; awaiting acknowledgement: {awaited}")
+        generations = sorted(item.generation for item in self._items.values())
+        if generations != sorted(set(generations)) or not all(0 < g <= self._last_generation for g in generations):
+            raise IntegrityError(f"generations {generations}, of {self._last_generation} handed out")
         for key, item in self._items.items():
             if key != item.key or len(item.block_ids) != item.layout.num_blocks:
                 raise IntegrityError(f"item {key!r} is recorded as {item}")
@@ -204,5 +212,3 @@ class EncoderBlockPool:
                 raise IntegrityError(f"item {key!r} is resident and nobody refers to it")
             if (item.state is ItemState.EVICTABLE) and item.references:
                 raise IntegrityError(f"item {key!r} is evictable and {item.references} refer to it")
-            if item.generation > self._last_generation:
-                raise IntegrityError(f"item {key!r} has generation {item.generation} of {self._last_generation}")

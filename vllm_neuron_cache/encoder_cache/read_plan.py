@@ -74,9 +74,11 @@ class ReadPlanner:
     def plan(self, windows: Sequence[ReadWindow], num_step_tokens: int, table: EntryTable) -> ReadPlan:
         """Resolves the windows of a step of `num_step_tokens` token rows. Overwrites the arrays of the plan before.
 
-        Raises `EncoderCacheReadError` if an entry is missing, unwritten or of another size than the placeholder, or
-        if two windows fill one row of the step.
+        Raises `EncoderCacheReadError` if an entry is missing, unwritten or of another size than the placeholder, if a
+        window reaches outside its item or the step, or if two windows fill one row of the step.
         """
+        if num_step_tokens > self._dummy_row:
+            raise EncoderCacheReadError(f"the step has {num_step_tokens} token rows, the plan takes {self._dummy_row}")
         src_rows, dst_rows, positions = self._src_rows, self._dst_rows, self._positions
         is_embed = np.zeros(num_step_tokens, dtype=bool)
         end = 0
@@ -84,17 +86,23 @@ class ReadPlanner:
             entry = table.get(window.key)
             if entry is None or not entry.written or len(entry.rows) != window.num_tokens:
                 raise _unreadable(window, table)
-            begin, end = end, end + window.num_rows
+            first, count, position, mask = window.first_row, window.num_rows, window.step_position, window.mask
+            length = count if mask is None else len(mask)
+            if first < 0 or first + count > window.num_tokens or position < 0 or position + length > num_step_tokens:
+                raise _outside(window, num_step_tokens)
+            begin, end = end, end + count
             if end > num_step_tokens:
                 raise _filled_twice(windows, num_step_tokens)
-            first, position = window.first_row, window.step_position
-            src_rows[begin:end] = entry.rows[first : first + window.num_rows]
-            if window.mask is None:
-                dst_rows[begin:end] = positions[position : position + window.num_rows]
-                is_embed[position : position + window.num_rows] = True
+            src_rows[begin:end] = entry.rows[first : first + count]
+            if mask is None:
+                dst_rows[begin:end] = positions[position : position + count]
+                is_embed[position : position + count] = True
             else:
-                dst_rows[begin:end] = np.flatnonzero(window.mask) + position
-                is_embed[position : position + len(window.mask)] |= window.mask
+                places = np.flatnonzero(mask)
+                if len(places) != count:
+                    raise _outside(window, num_step_tokens)
+                dst_rows[begin:end] = places + position
+                is_embed[position : position + length] |= mask
         if np.count_nonzero(is_embed) != end:
             raise _filled_twice(windows, num_step_tokens)
         bucket = self.buckets[bisect.bisect_left(self.buckets, end)]
@@ -113,7 +121,13 @@ class BlockPositions(NamedTuple):
 
 
 def block_positions(
-    src_rows: np.ndarray, dst_rows: np.ndarray, *, block_size: int, max_blocks: int, scratch_block_id: int, sentinel: int
+    src_rows: np.ndarray,
+    dst_rows: np.ndarray,
+    *,
+    block_size: int,
+    max_blocks: int,
+    scratch_block_id: int,
+    sentinel: int,
 ) -> BlockPositions:
     """The block-position form of a list of live pairs.
 
@@ -136,7 +150,9 @@ def block_positions(
             copies.append(place)
         positions[place][row] = dst
     if len(ids) > max_blocks:
-        raise EncoderCacheReadError(f"the step reads {len(ids)} blocks and the graph takes {max_blocks}; raise max_blocks")
+        raise EncoderCacheReadError(
+            f"the step reads {len(ids)} blocks and the graph takes {max_blocks}; raise max_blocks"
+        )
     encoder_block_ids = np.full(max_blocks, scratch_block_id, dtype=np.int32)
     encoder_positions = np.full((max_blocks, block_size), sentinel, dtype=np.int32)
     if ids:
@@ -167,17 +183,26 @@ def _unreadable(window: ReadWindow, table: EntryTable) -> EncoderCacheReadError:
     )
 
 
+def _outside(window: ReadWindow, num_step_tokens: int) -> EncoderCacheReadError:
+    places = window.num_rows if window.mask is None else int(np.count_nonzero(window.mask))
+    length = window.num_rows if window.mask is None else len(window.mask)
+    return EncoderCacheReadError(
+        f"request {window.request_id}: item {window.key}: rows {window.first_row} to "
+        f"{window.first_row + window.num_rows} of {window.num_tokens} are to fill {places} places among rows "
+        f"{window.step_position} to {window.step_position + length} of a step of {num_step_tokens}: they do not fit"
+    )
+
+
 def _filled_twice(windows: Sequence[ReadWindow], num_step_tokens: int) -> EncoderCacheReadError:
-    taken = np.zeros(num_step_tokens, dtype=np.int32)
+    """Names the first window that fills a row which one before it has filled. Each window by itself is in bounds."""
+    taken = np.zeros(num_step_tokens, dtype=bool)
     for window in windows:
-        length = window.num_rows if window.mask is None else len(window.mask)
-        span = taken[window.step_position : window.step_position + length]
-        span += 1 if window.mask is None else window.mask[: len(span)]
-        fits = window.step_position + length <= num_step_tokens and window.step_position >= 0
-        count = window.num_rows if window.mask is None else int(np.count_nonzero(window.mask))
-        if span.max(initial=0) > 1 or not fits or count != window.num_rows:
-            return EncoderCacheReadError(
-                f"request {window.request_id}: item {window.key} is to fill {window.num_rows} rows of the step from row "
-                f"{window.step_position} on, of {num_step_tokens}, and some are filled already or outside the step"
-            )
-    return EncoderCacheReadError(f"{len(windows)} items fill rows of a step of {num_step_tokens} twice")
+        mask = np.ones(window.num_rows, dtype=bool) if window.mask is None else window.mask
+        span = taken[window.step_position : window.step_position + len(mask)]
+        if (span & mask[: len(span)]).any():
+            break
+        span |= mask[: len(span)]
+    return EncoderCacheReadError(
+        f"request {window.request_id}: item {window.key} is to fill rows of the step, from row {window.step_position} "
+        f"on, that another item of the {len(windows)} in the step fills already"
+    )

@@ -1,8 +1,8 @@
 """The protocol between the scheduler, which decides, and the workers, which follow.
 
 Every scheduling pass has a sequence number. Its metadata carries the changes of that pass and of every earlier pass
-whose output has not come back, because a scheduler may schedule twice and drop one of the outputs. Applying a change
-twice is harmless; a gap is an error.
+whose output has not come back, so that a worker that missed the metadata of one catches up with the next. Applying a
+change twice is harmless; a gap is an error.
 """
 
 from typing import NamedTuple
@@ -82,9 +82,7 @@ class StepJournal:
         """Ends the pass and returns its metadata. Call once per scheduling pass."""
         self._seq += 1
         if self._freed or self._allocated:
-            self._unacknowledged.append(
-                StepDelta(self._seq, self._epoch, tuple(self._freed), tuple(self._allocated))
-            )
+            self._unacknowledged.append(StepDelta(self._seq, self._epoch, tuple(self._freed), tuple(self._allocated)))
             self._freed.clear()
             self._allocated.clear()
         return EncoderCacheStep(self._seq, self._acknowledged, self._epoch, tuple(self._unacknowledged))

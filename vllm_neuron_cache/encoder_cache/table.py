@@ -91,14 +91,21 @@ class EntryTable:
         )
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if a block belongs to two entries or is outside the buffer. Changes nothing."""
+        """Raises `IntegrityError` if a block belongs to two entries or is outside the buffer, or if an
+        entry's rows are not those of its blocks. Changes nothing."""
         owner: dict[int, str] = {}
-        for entry in self._entries.values():
+        for key, entry in self._entries.items():
+            if key != entry.key:
+                raise IntegrityError(f"the entry of {key!r} is recorded as that of {entry.key!r}")
             for block in entry.block_ids:
                 if block in owner:
-                    raise IntegrityError(f"block {block} belongs to {owner[block]!r} and to {entry.key!r}")
+                    raise IntegrityError(f"block {block} belongs to {owner[block]!r} and to {key!r}")
                 if not 0 <= block < self._num_item_blocks:
-                    raise IntegrityError(f"{entry.key!r} has block {block}; items own 0 to {self._num_item_blocks - 1}")
-                owner[block] = entry.key
-            if len(entry.rows) != sum(entry.tokens_per_block):
-                raise IntegrityError(f"{entry.key!r} has {len(entry.rows)} rows; its layout says {entry.tokens_per_block}")
+                    raise IntegrityError(f"{key!r} has block {block}; items own 0 to {self._num_item_blocks - 1}")
+                owner[block] = key
+            counts = entry.tokens_per_block
+            if len(counts) != len(entry.block_ids) or max(counts, default=0) > self._block_size:
+                raise IntegrityError(f"{key!r} has {counts} rows in blocks {entry.block_ids} of {self._block_size}")
+            rows = buffer_rows(entry.block_ids, counts, self._block_size)
+            if not np.array_equal(entry.rows, rows):
+                raise IntegrityError(f"{key!r} has rows {entry.rows}; its blocks and layout give {rows}")

@@ -5,15 +5,19 @@ import torch
 from vllm_neuron_cache.graphs.spec import GraphSpec
 
 
-def encoder_write(buffer: torch.Tensor, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Writes whole blocks.
+def encoder_write(buffer: torch.Tensor, rows: torch.Tensor, block_ids: torch.Tensor, block_rows: torch.Tensor) -> None:
+    """Writes rows of an item to their places.
+
+    Named row by row and not block by block: an item moves its own rows only, whatever the size of the block, and
+    whole blocks are the case in which the rows of each follow one another.
 
     Args:
         buffer: `[num_blocks, block_size, fat_dim]`; mutated.
-        rows: `[K, block_size, fat_dim]`, of the buffer's dtype.
-        block_ids: int32 `[K]`; padding names the scratch block.
+        rows: `[R, fat_dim]`, of the buffer's dtype.
+        block_ids: int32 `[R]`, the block of each row; padding names the scratch block.
+        block_rows: int32 `[R]`, the row within its block.
     """
-    buffer.index_put_((block_ids,), rows)
+    buffer.index_put_((block_ids, block_rows), rows)
 
 
 def encoder_stamp(
@@ -36,11 +40,18 @@ def encoder_stamp(
     generations.index_put_((block_ids,), stamps)
 
 
-def encoder_write_spec(buckets: tuple[int, ...]) -> GraphSpec:
-    return GraphSpec(name="encoder_write", fn=encoder_write, mutates=("buffer",), buckets=buckets)
+def encoder_write_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
+    """`row_bytes` is the size of one row of the buffer."""
+    return GraphSpec(
+        name="encoder_write", fn=encoder_write, mutates=("buffer",), buckets=buckets, bytes_per_row=row_bytes
+    )
 
 
 def encoder_stamp_spec(buckets: tuple[int, ...]) -> GraphSpec:
     return GraphSpec(
-        name="encoder_stamp", fn=encoder_stamp, mutates=("mm_hash_tags", "generations"), buckets=buckets
+        name="encoder_stamp",
+        fn=encoder_stamp,
+        mutates=("mm_hash_tags", "generations"),
+        buckets=buckets,
+        bytes_per_row=12,
     )

@@ -5,15 +5,13 @@ targets belong to the caller and have one row more than the step (`T + 1`): row 
 padding writes.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from vllm_neuron_cache.graphs.spec import GraphSpec
 
 
 def _scatter_levels(
-    hidden: torch.Tensor, deepstack: Sequence[torch.Tensor], rows: torch.Tensor, dst_rows: torch.Tensor
+    hidden: torch.Tensor, deepstack: tuple[torch.Tensor, ...], rows: torch.Tensor, dst_rows: torch.Tensor
 ) -> None:
     width = hidden.shape[1]
     for level, target in enumerate((hidden, *deepstack)):
@@ -22,7 +20,7 @@ def _scatter_levels(
 
 def merge_rows(
     hidden: torch.Tensor,
-    deepstack: Sequence[torch.Tensor],
+    deepstack: tuple[torch.Tensor, ...],
     buffer: torch.Tensor,
     src_rows: torch.Tensor,
     dst_rows: torch.Tensor,
@@ -47,7 +45,7 @@ def merge_rows_fat(fat: torch.Tensor, buffer: torch.Tensor, src_rows: torch.Tens
 
 def merge_multimodal_embeddings(
     hidden: torch.Tensor,
-    deepstack: Sequence[torch.Tensor],
+    deepstack: tuple[torch.Tensor, ...],
     buffer: torch.Tensor,
     encoder_block_ids: torch.Tensor,
     encoder_positions: torch.Tensor,
@@ -65,18 +63,25 @@ def merge_multimodal_embeddings(
     _scatter_levels(hidden, deepstack, rows, encoder_positions.flatten())
 
 
-def merge_rows_spec(buckets: tuple[int, ...]) -> GraphSpec:
-    return GraphSpec(name="merge_rows", fn=merge_rows, mutates=("hidden", "deepstack"), buckets=buckets)
+def merge_rows_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
+    """`row_bytes` is the size of one row of the buffer; so in the specs below."""
+    return GraphSpec(
+        name="merge_rows", fn=merge_rows, mutates=("hidden", "deepstack"), buckets=buckets, bytes_per_row=row_bytes
+    )
 
 
-def merge_rows_fat_spec(buckets: tuple[int, ...]) -> GraphSpec:
-    return GraphSpec(name="merge_rows_fat", fn=merge_rows_fat, mutates=("fat",), buckets=buckets)
+def merge_rows_fat_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
+    return GraphSpec(
+        name="merge_rows_fat", fn=merge_rows_fat, mutates=("fat",), buckets=buckets, bytes_per_row=row_bytes
+    )
 
 
-def merge_multimodal_embeddings_spec(buckets: tuple[int, ...]) -> GraphSpec:
+def merge_multimodal_embeddings_spec(buckets: tuple[int, ...], block_bytes: int) -> GraphSpec:
+    """The buckets count blocks, of `block_bytes` each."""
     return GraphSpec(
         name="merge_multimodal_embeddings",
         fn=merge_multimodal_embeddings,
         mutates=("hidden", "deepstack"),
         buckets=buckets,
+        bytes_per_row=block_bytes,
     )

@@ -9,8 +9,8 @@ from typing import Any
 class GraphSpec:
     """One graph, defined once.
 
-    `fn` has static shapes for every bucket, mutates only whole arguments, never through a view, and returns nothing
-    that it mutates; indices are int32 and in range by construction.
+    `fn` takes tensors and tuples of tensors. It has static shapes for every bucket, mutates only whole arguments,
+    never through a view, and returns nothing that it mutates; indices are int32 and in range by construction.
     """
 
     name: str
@@ -19,6 +19,8 @@ class GraphSpec:
     """Arguments of `fn` that it changes in place; on the device they are input-output aliases."""
     buckets: tuple[int, ...]
     """Sizes that the graph is compiled for, ascending."""
+    bytes_per_row: int
+    """Bytes that one more row in the bucket moves, once read and once written."""
 
 
 def doubling_buckets(smallest: int, largest: int) -> tuple[int, ...]:
@@ -38,3 +40,12 @@ def bucket_for(size: int, buckets: Sequence[int]) -> int:
         if bucket >= size:
             return bucket
     raise ValueError(f"{size} does not fit a bucket of {list(buckets)}")
+
+
+def split_by_buckets(size: int, buckets: Sequence[int]) -> list[int]:
+    """Buckets that `size` fills exactly, largest first, then the rest, which is less than the smallest bucket."""
+    parts: list[int] = []
+    for bucket in reversed(buckets):
+        times, size = divmod(size, bucket)
+        parts += [bucket] * times
+    return [*parts, size] if size else parts

@@ -4,7 +4,7 @@ from vllm_neuron_cache.graphs.lanes.base import Lane
 from vllm_neuron_cache.graphs.lanes.eager import EagerLane
 from vllm_neuron_cache.graphs.lanes.inductor import InductorLane
 
-__all__ = ["Lane", "EagerLane", "InductorLane", "make_lane"]
+__all__ = ["EagerLane", "InductorLane", "Lane", "make_lane"]
 
 _LANES: dict[str, type[Lane]] = {lane.name: lane for lane in (EagerLane, InductorLane)}
 

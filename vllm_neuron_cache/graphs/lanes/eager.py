@@ -12,5 +12,5 @@ class EagerLane(Lane):
 
     name = "eager"
 
-    def lower(self, spec: GraphSpec, bucket: int) -> Callable[..., Any]:
+    def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Callable[..., Any]:
         return spec.fn

@@ -48,7 +48,10 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     multimodal = vllm_config.model_config.multimodal_config
     refusals = (
-        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})",
+        ),
         (
             getattr(parallel, "decode_context_parallel_size", 1) > 1
             or getattr(parallel, "prefill_context_parallel_size", 1) > 1,

@@ -60,8 +60,8 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._journal = StepJournal()
         # Request id -> ids of its inputs that it refers to.
         self._inputs: dict[str, set[int]] = {}
-        # References that requests took in the pass that is being made: (request, input id, key).
-        self._taken: list[tuple[Request, int, str]] = []
+        # References that requests took in the pass that is being made: (request, key).
+        self._taken: list[tuple[Request, str]] = []
         # Layouts of items with frames; those of dense items are cheaper to make than to find.
         self._frame_layouts: dict[str, ItemLayout] = {}
         self._freed: list[str] = []
@@ -83,7 +83,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
             inputs.add(input_id)
             if self._pool.refer(key, request.request_id):
                 self.stats.hits += 1
-                self._taken.append((request, input_id, key))
+                self._taken.append((request, key))
         return True
 
     def can_allocate(
@@ -166,7 +166,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         """
         if not self._taken:
             return
-        for request, input_id, key in self._taken:
+        for request, key in self._taken:
             held = self._inputs.get(request.request_id, ())
             if request.request_id not in scheduled:
                 self.stats.hits -= 1

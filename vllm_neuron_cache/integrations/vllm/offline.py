@@ -3,7 +3,8 @@
 import gc
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from vllm_neuron_cache.config import ENCODER_NAMESPACE, OWN_NAMESPACE
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm import LLM, SamplingParams  # noqa: E402
+from vllm import LLM, SamplingParams
 
 
 class Completion(NamedTuple):
@@ -26,13 +27,26 @@ class Completion(NamedTuple):
 
 
 class OfflineEngine:
-    """A vLLM `LLM` in this process. `close` it; two can live side by side."""
+    """A vLLM `LLM` with the settings of the demo. `close` it; two can live side by side."""
 
     def __init__(
-        self, model: Path | str, *, cache: Mapping[str, Any] | None, encoder: Mapping[str, Any] | None = None, **args: Any
+        self,
+        model: Path | str,
+        *,
+        cache: Mapping[str, Any] | None,
+        encoder: Mapping[str, Any] | None = None,
+        in_process: bool = True,
+        **args: Any,
     ) -> None:
-        """`cache` is what stands under `vllm_neuron_cache`; None starts stock vLLM. `encoder` goes under
-        `encoder_neuron_config`. `args` go to `LLM`."""
+        """Starts the engine.
+
+        Args:
+            model: directory of the checkpoint.
+            cache: what stands under `vllm_neuron_cache`; None starts stock vLLM.
+            encoder: what stands under `encoder_neuron_config`.
+            in_process: keep scheduler and worker in this process, where the properties below can reach them.
+            args: for `LLM`, over the settings of the demo.
+        """
         additional_config = {} if cache is None else {OWN_NAMESPACE: dict(cache)}
         if encoder is not None:
             additional_config[ENCODER_NAMESPACE] = dict(encoder)
@@ -46,19 +60,15 @@ class OfflineEngine:
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
         }
-        # One process: starts in seconds, and its scheduler and runner can be looked at.
-        multiprocessing = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        try:
+        # vLLM has no argument for this. A forked engine would inherit this process's thread pools without the threads.
+        with _environment(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", VLLM_WORKER_MULTIPROC_METHOD="spawn"
+        ):
             self.llm = LLM(model=str(model), **(settings | args), additional_config=additional_config)
-        finally:
-            if multiprocessing is None:
-                del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-            else:
-                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = multiprocessing
         self.encoder_runs = 0
-        """Items that the encoder ran on, counted at the model, whatever cache is in use."""
-        self._count_encoder_runs()
+        """Items that the encoder ran on, counted at the model, whatever cache is in use. In-process only."""
+        if in_process:
+            self._count_encoder_runs()
 
     @property
     def scheduler(self) -> Any:
@@ -109,6 +119,20 @@ class OfflineEngine:
             return outputs
 
         self.runner.model.embed_multimodal = counting
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def placeholder_tokens(checkpoint: Path) -> tuple[int, int]:

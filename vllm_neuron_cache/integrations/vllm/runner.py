@@ -216,7 +216,6 @@ class _ProfilingOutputs(dict[str, torch.Tensor]):
     def __setitem__(self, key: str, output: torch.Tensor) -> None:
         if output.shape[-1] != self._fat_dim:
             raise EncoderOutputError(
-                f"the encoder's output for {key} has rows of {output.shape[-1]}; the smallest input gave {self._fat_dim}"
+                f"the output for {key} has rows of {output.shape[-1]}, and the smallest input gave {self._fat_dim}"
             )
         super().__setitem__(key, output)
-

@@ -1,0 +1,134 @@
+"""The one function that says how many blocks there are, and what it refuses."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig
+from vllm_neuron_cache.encoder_cache.item import item_layout
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.errors import ConfigurationError
+
+
+def config_of(patches=2048, *, floor=None, block_size=None, exact=None):
+    encoder = EncoderNeuronConfig(encoder_attention_block_size=patches, encoder_cache_num_blocks=floor)
+    return NeuronCacheConfig(encoder=encoder, encoder_cache_block_size=block_size, encoder_cache_num_blocks_exact=exact)
+
+
+def geometry_of(config, *, merge_factor=4, budget=0, largest=()):
+    return cache_geometry(config, merge_factor=merge_factor, encoder_cache_size=budget, largest_item_tokens=largest)
+
+
+def refusal(config, **kwargs) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        geometry_of(config, **kwargs)
+    return str(caught.value)
+
+
+def test_the_last_block_is_the_scratch_block_and_items_own_the_others():
+    geometry = CacheGeometry(num_blocks=9, block_size=4, encoder_block_size=8)
+    assert geometry.scratch_block_id == 8
+    assert geometry.num_item_blocks == 8
+
+
+def test_the_default_block_is_the_encoders_block_after_the_merger():
+    geometry = geometry_of(config_of(2048), budget=4096)
+    assert geometry == CacheGeometry(num_blocks=9, block_size=512, encoder_block_size=512)
+
+
+def test_a_finer_block_leaves_the_encoders_block_as_it_is():
+    geometry = geometry_of(config_of(2048, block_size=64), budget=4096)
+    assert geometry == CacheGeometry(num_blocks=65, block_size=64, encoder_block_size=512)
+
+
+@pytest.mark.parametrize(
+    "budget, largest, num_item_blocks",
+    [
+        (0, (), 1),  # never a pool without a block for items
+        (1, (), 1),
+        (512, (), 1),
+        (513, (), 2),
+        (1024, (513,), 2),
+        (1024, (100, 1025), 3),
+        (1024, (1025, 100), 3),
+        (45_536, (74_717,), 146),  # a video larger than the budget
+        (5000, iter([700, 1600]), 10),
+    ],
+)
+def test_the_pool_holds_the_budget_and_the_largest_item_whichever_is_larger(budget, largest, num_item_blocks):
+    geometry = geometry_of(config_of(), budget=budget, largest=largest)
+    assert geometry.num_item_blocks == num_item_blocks
+    assert geometry.num_blocks == num_item_blocks + 1
+
+
+@pytest.mark.parametrize("floor, num_blocks", [(2, 9), (9, 9), (10, 10), (500, 500)])
+def test_a_configured_number_of_blocks_is_a_floor_with_the_scratch_block_in_it(floor, num_blocks):
+    assert geometry_of(config_of(floor=floor), budget=4096).num_blocks == num_blocks
+
+
+@pytest.mark.parametrize("exact", [9, 10, 500])
+def test_an_exact_number_of_blocks_is_taken_as_it_is(exact):
+    assert geometry_of(config_of(exact=exact), budget=4096).num_blocks == exact
+
+
+@pytest.mark.parametrize("budget, largest", [(4096, ()), (512, (4000, 4096)), (4000, (4096,)), (4096, (1,))])
+def test_an_exact_number_below_the_largest_item_is_refused_and_the_remedy_works(budget, largest):
+    message = refusal(config_of(exact=8), budget=budget, largest=largest)
+    assert "encoder_cache_num_blocks_exact is 8" in message
+    assert "4096 token rows, 8 blocks of 512" in message
+    remedy = int(re.search(r"Give at least (\d+)", message)[1])
+    assert remedy == 9
+    assert geometry_of(config_of(exact=remedy), budget=budget, largest=largest).num_blocks == remedy
+
+
+@pytest.mark.parametrize("patches, merge_factor", [(2047, 4), (2050, 4), (1, 4), (2, 4), (10, 7), (1000, 16)])
+def test_an_attention_block_that_the_merger_does_not_divide_is_refused_and_the_remedy_works(patches, merge_factor):
+    message = refusal(config_of(patches), merge_factor=merge_factor)
+    assert f"encoder_attention_block_size is {patches}" in message and f"multiple of {merge_factor}" in message
+    remedy = int(re.search(r"(\d+) for example", message)[1])
+    assert abs(remedy - patches) <= merge_factor
+    assert geometry_of(config_of(remedy), merge_factor=merge_factor).encoder_block_size == remedy // merge_factor
+
+
+@pytest.mark.parametrize("block_size", [5, 7, 24, 48, 1000])
+def test_a_block_that_does_not_divide_the_encoders_block_is_refused_with_every_divisor(block_size):
+    message = refusal(config_of(48, block_size=block_size))
+    assert f"encoder_cache_block_size is {block_size}" in message and "48 patches over 4" in message
+    assert message.endswith("1, 2, 3, 4, 6, 12.")
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6, 12])
+def test_every_divisor_of_the_encoders_block_is_a_legal_block(block_size):
+    geometry = geometry_of(config_of(48, block_size=block_size), budget=24)
+    assert geometry == CacheGeometry(num_blocks=24 // block_size + 1, block_size=block_size, encoder_block_size=12)
+
+
+@given(
+    data=st.data(),
+    block_size=st.integers(1, 6),
+    ratio=st.integers(1, 3),
+    budget=st.integers(0, 60),
+    largest=st.lists(st.integers(0, 60), max_size=3),
+    floor=st.none() | st.integers(2, 20),
+)
+def test_every_item_that_the_budget_or_a_modality_admits_fits_into_an_empty_pool(
+    data, block_size, ratio, budget, largest, floor
+):
+    config = config_of(4 * block_size * ratio, block_size=block_size, floor=floor)
+    geometry = geometry_of(config, budget=budget, largest=largest)
+    num_tokens = data.draw(st.integers(0, max([budget, *largest])))
+    cuts = sorted(data.draw(st.lists(st.integers(0, num_tokens), max_size=6)))
+    frames = [end - begin for begin, end in zip([0, *cuts], [*cuts, num_tokens])]
+    layout = item_layout(
+        num_tokens,
+        frames,
+        encoder_block_size=geometry.encoder_block_size,
+        block_size=geometry.block_size,
+        max_blocks=geometry.num_item_blocks,
+    )
+    assert layout.num_tokens == num_tokens
+    assert layout.num_blocks <= geometry.num_item_blocks
+    assert geometry.num_item_blocks * block_size >= budget
+    assert geometry.num_blocks >= (floor or 2)

@@ -1,0 +1,192 @@
+"""The one key turns the cache on, its absence changes nothing, and mistakes are errors at start-up."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from engines import start
+
+pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_neuron_cache.errors import ConfigurationError
+from vllm_neuron_cache.integrations.vllm import plugin
+from vllm_neuron_cache.integrations.vllm.activation import MANAGER_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_neuron_cache.integrations.vllm.scheduler import (
+    BlockSchedulerMixin,
+    acknowledges_steps,
+    block_scheduler,
+    compose,
+)
+
+pytestmark = pytest.mark.vllm
+
+ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "enforce_eager": True, "dtype": "float32"}
+ON = {"vllm_neuron_cache": {}}
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def engine_config(checkpoint, additional_config=None, **arguments):
+    extra = {} if additional_config is None else {"additional_config": additional_config}
+    return EngineArgs(model=str(checkpoint), **(ARGUMENTS | arguments), **extra).create_engine_config()
+
+
+class LoudScheduler(Scheduler):
+    """Stands for a third party's scheduler."""
+
+
+class OtherManager(EncoderCacheManager):
+    """Stands for a third party's manager."""
+
+
+class OtherWorker(CPUWorker):
+    """Stands for a third party's worker."""
+
+
+def test_without_the_key_vllm_is_untouched(checkpoint):
+    config = engine_config(checkpoint)
+    assert config.ec_manager_config.encoder_cache_manager_cls is None
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.parallel_config.worker_cls == CPU_WORKER
+
+
+def test_without_the_key_an_engine_has_vllms_own_classes(checkpoint):
+    engine = start(checkpoint, None)
+    assert type(engine.manager) is EncoderCacheManager
+    assert type(engine.scheduler) is Scheduler
+    assert type(engine.worker) is CPUWorker
+    assert not hasattr(engine.runner, "encoder_runtime")
+    engine.close()
+
+
+def test_the_key_fills_in_manager_scheduler_and_worker(checkpoint):
+    config = engine_config(checkpoint, ON)
+    assert config.ec_manager_config.encoder_cache_manager_cls == MANAGER_CLS
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert config.parallel_config.worker_cls == WORKER_CLS[CPU_WORKER]
+    assert config.ec_manager_config.manager_config["num_blocks"] > 1
+
+
+def test_explicit_flags_do_the_same(checkpoint):
+    flags = {
+        "ec_manager_config": {"encoder_cache_manager_cls": MANAGER_CLS},
+        "scheduler_cls": SCHEDULER_CLS,
+        "worker_cls": WORKER_CLS[CPU_WORKER],
+    }
+    engine = start(checkpoint, None, **flags)
+    by_flags = engine.manager.geometry
+    assert isinstance(engine.scheduler, BlockSchedulerMixin)
+    assert engine.generate([{"prompt": "Hello"}], max_tokens=2)
+    engine.close()
+    engine = start(checkpoint, {})
+    assert engine.manager.geometry == by_flags
+    engine.close()
+
+
+def test_manager_flag_alone_is_refused_with_the_missing_flag(checkpoint):
+    with pytest.raises(ConfigurationError, match="--scheduler-cls"):
+        start(
+            checkpoint,
+            None,
+            ec_manager_config={"encoder_cache_manager_cls": MANAGER_CLS},
+            worker_cls=WORKER_CLS[CPU_WORKER],
+        )
+
+
+def test_a_third_partys_scheduler_is_composed_over(checkpoint):
+    config = engine_config(checkpoint, ON, scheduler_cls=LoudScheduler)
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert config.ec_manager_config.manager_config["scheduler_cls"].endswith("LoudScheduler")
+
+
+@pytest.mark.parametrize("base", [Scheduler, AsyncScheduler, LoudScheduler])
+def test_composing_keeps_the_base_and_happens_once(base):
+    composed = compose(base)
+    assert issubclass(composed, base) and issubclass(composed, BlockSchedulerMixin)
+    assert compose(base) is composed
+    assert compose(composed) is composed
+    assert acknowledges_steps(composed) and acknowledges_steps(block_scheduler) and not acknowledges_steps(base)
+
+
+@pytest.mark.parametrize(
+    ("additional_config", "message"),
+    [
+        ({"vllm_neuron_cache": {"evicton": "lru"}}, "evicton is not a configuration key"),
+        ({"vllm_neuron_cache": {"encoder_cache_block_sise": 64}}, "Did you mean 'encoder_cache_block_size'"),
+        ({"vllm_neuron_cache": {"encoder_cache_block_size": 100}}, "100 and does not divide.*512"),
+        ({"vllm_neuron_cache": {"encoder_cache_block_size": -64}}, "at least 1"),
+        ({"vllm_neuron_cache": {"encoder_cache_num_blocks_exact": 2}}, "Give at least"),
+        ({"vllm_neuron_cache": {}, "encoder_neuron_config": {"encoder_attention_block_size": 2047}}, "multiple of 4"),
+        ({"vllm_neuron_cache": {}, "encoder_neuron_config": {"encoder_cache_num_blocks": -1}}, "at least 2"),
+        ({"vllm_neuron_cache": True}, "give an object"),
+    ],
+)
+def test_a_bad_configuration_is_refused_before_anything_starts(checkpoint, additional_config, message):
+    with pytest.raises(ValueError, match=message):
+        engine_config(checkpoint, additional_config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+        ({"ec_manager_config": {"encoder_cache_manager_cls": f"{__name__}.OtherManager"}}, "a manager of its own"),
+        ({"worker_cls": f"{__name__}.OtherWorker"}, "not known to work"),
+    ],
+)
+def test_combinations_that_are_not_served_are_refused(checkpoint, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        engine_config(checkpoint, ON, **arguments)
+
+
+def test_two_engines_have_geometries_of_their_own(checkpoint):
+    small = engine_config(checkpoint, ON)
+    large = engine_config(checkpoint, {**ON, "encoder_neuron_config": {"encoder_cache_num_blocks": 100}})
+    fine = engine_config(checkpoint, {"vllm_neuron_cache": {"encoder_cache_block_size": 64}})
+    blocks = [config.ec_manager_config.manager_config["num_blocks"] for config in (small, large, fine)]
+    assert blocks == [9, 100, 65]
+
+
+def test_registering_again_changes_nothing():
+    before = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is before
+
+
+def in_a_new_process(code: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_without_vllm_the_plugin_warns_and_does_not_crash():
+    result = in_a_new_process(
+        "import sys, logging; logging.basicConfig(); sys.modules['vllm'] = None\n"
+        "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
+        "register(); print('alive')"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "alive" in result.stdout
+    assert "the encoder cache is off" in result.stderr
+
+
+def test_an_unsupported_vllm_is_a_warning_and_stays_untouched():
+    result = in_a_new_process(
+        "import logging; logging.basicConfig()\n"
+        "import vllm\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "vllm.__version__ = '0.99.0'\n"
+        "before = EngineArgs.create_engine_config\n"
+        "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
+        "register(); print(EngineArgs.create_engine_config is before)"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "True" in result.stdout
+    assert "outside the supported" in result.stderr + result.stdout

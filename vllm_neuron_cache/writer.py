@@ -1,0 +1,119 @@
+"""Writes encoder outputs into the buffer, through the write and stamp graphs."""
+
+import numpy as np
+import torch
+
+from vllm_neuron_cache.encoder_cache.blocks import EncoderCacheBlocks
+from vllm_neuron_cache.encoder_cache.identity import EMPTY_TAG, Fingerprint, mm_hash_fingerprint
+from vllm_neuron_cache.encoder_cache.table import Entry
+from vllm_neuron_cache.errors import EncoderOutputError
+from vllm_neuron_cache.graphs.bucketed import BucketedGraph
+from vllm_neuron_cache.graphs.encoder_write import encoder_stamp_spec, encoder_write_spec
+from vllm_neuron_cache.graphs.lanes import Lane
+from vllm_neuron_cache.graphs.spec import doubling_buckets, split_by_buckets
+
+WRITE_BUCKETS = doubling_buckets(64, 2048)
+"""Rows of one write launch. An item is cut into parts that fill buckets; only a rest below the smallest is padded."""
+
+STAMP_BUCKETS = (4, 32, 256)
+"""Blocks of one stamp launch. A tag is 12 bytes, so padding costs nothing and few sizes will do."""
+
+
+class EncoderCacheWriter:
+    """Copies an encoder output to the rows of its entry and keeps the tags true while it does.
+
+    Tags are emptied before the rows change and stamped when they have: three launches in stream order. Whoever reads
+    rows first and the tag last then never takes a half-written block for a whole one.
+    """
+
+    def __init__(self, blocks: EncoderCacheBlocks, lane: Lane) -> None:
+        self._blocks = blocks
+        self._write = BucketedGraph(encoder_write_spec(WRITE_BUCKETS, blocks.row_bytes), lane)
+        self._stamp = BucketedGraph(encoder_stamp_spec(STAMP_BUCKETS), lane)
+        self.items_written = 0
+        self.rows_written = 0
+        # Arguments that every launch uses again; a graph gets views of them that are made once per bucket.
+        buffer, most_rows, most_blocks = blocks.buffer, WRITE_BUCKETS[-1], STAMP_BUCKETS[-1]
+        self._rest = torch.zeros(WRITE_BUCKETS[0], blocks.fat_dim, dtype=buffer.dtype, device=buffer.device)
+        self._block_ids, self._block_rows = np.zeros((2, most_rows), dtype=np.int32)
+        self._stamped_ids, self._stamps = np.zeros((2, most_blocks), dtype=np.int32)
+        self._tags = np.zeros((most_blocks, 2), dtype=np.int32)
+        self._places = {
+            bucket: (torch.from_numpy(self._block_ids)[:bucket], torch.from_numpy(self._block_rows)[:bucket])
+            for bucket in WRITE_BUCKETS
+        }
+        self._stamp_args = {
+            bucket: (
+                torch.from_numpy(self._stamped_ids)[:bucket],
+                torch.from_numpy(self._tags)[:bucket],
+                torch.from_numpy(self._stamps)[:bucket],
+            )
+            for bucket in STAMP_BUCKETS
+        }
+
+    @property
+    def graphs(self) -> tuple[BucketedGraph, ...]:
+        return self._write, self._stamp
+
+    def warm_up(self) -> None:
+        """Lowers both graphs in every bucket. Writes the scratch block only."""
+        self._block_ids.fill(self._blocks.geometry.scratch_block_id)
+        self._stamped_ids.fill(self._blocks.geometry.scratch_block_id)
+        self._write.warm_up(
+            lambda bucket: (
+                self._blocks.buffer,
+                self._blocks.buffer.new_zeros(bucket, self._blocks.fat_dim),
+                *self._places[bucket],
+            )
+        )
+        self._stamp.warm_up(
+            lambda bucket: (self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args[bucket])
+        )
+
+    def write(self, key: str, output: torch.Tensor) -> None:
+        """Writes `output` `[num_tokens, fat_dim]` into the entry of `key`. Mutates buffer, tags and the entry.
+
+        Raises `EncoderOutputError`, with nothing written, if there is no entry or the output does not fit it.
+        """
+        entry = self._blocks.table.get(key)
+        if entry is None:
+            raise EncoderOutputError(
+                f"item {key}: the encoder returned {list(output.shape)} and no blocks are reserved"
+            )
+        self._blocks.check_output(entry, output)
+        self._stamp_blocks(entry, EMPTY_TAG, 0)
+        self._write_rows(entry, output)
+        # Generations count reservations; one that has outgrown int32 wraps, which a reader compares just as well.
+        self._stamp_blocks(entry, mm_hash_fingerprint(key), entry.generation & 0x7FFFFFFF)
+        self._blocks.table.mark_written(entry)
+        self.items_written += 1
+        self.rows_written += entry.num_tokens
+
+    def _write_rows(self, entry: Entry, output: torch.Tensor) -> None:
+        geometry = self._blocks.geometry
+        output = output.to(self._blocks.buffer.dtype).contiguous()
+        first = 0
+        for count in split_by_buckets(entry.num_tokens, WRITE_BUCKETS):
+            bucket = max(count, WRITE_BUCKETS[0])
+            rows = output[first : first + count]
+            if count < bucket:
+                self._rest[:count].copy_(rows)
+                rows = self._rest
+            places = entry.rows[first : first + count]
+            np.floor_divide(places, geometry.block_size, out=self._block_ids[:count])
+            np.remainder(places, geometry.block_size, out=self._block_rows[:count])
+            # Padding goes to the scratch block, whatever the rows hold there.
+            self._block_ids[count:bucket] = geometry.scratch_block_id
+            self._block_rows[count:bucket] = 0
+            self._write.run(bucket, self._blocks.buffer, rows, *self._places[bucket])
+            first += count
+
+    def _stamp_blocks(self, entry: Entry, tag: Fingerprint, generation: int) -> None:
+        for first in range(0, len(entry.block_ids), STAMP_BUCKETS[-1]):
+            block_ids = entry.block_ids[first : first + STAMP_BUCKETS[-1]]
+            bucket = self._stamp.bucket_for(len(block_ids))
+            self._stamped_ids[: len(block_ids)] = block_ids
+            self._stamped_ids[len(block_ids) : bucket] = self._blocks.geometry.scratch_block_id
+            self._tags[:bucket] = tag
+            self._stamps[:bucket] = generation
+            self._stamp.run(bucket, self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args[bucket])
