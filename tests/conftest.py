@@ -1,8 +1,21 @@
-"""Settings of hypothesis for every test: no deadline, and the same examples in every run."""
+"""Fixtures and settings for every test."""
 
+import os
+
+import pytest
 from hypothesis import settings
 
-settings.register_profile(
-    "policy", deadline=None, derandomize=True, max_examples=150, stateful_step_count=40, report_multiple_bugs=False
-)
+# The same examples in every run, and no deadline: the machines that run this are slow and noisy.
+settings.register_profile("policy", deadline=None, derandomize=True, max_examples=150, stateful_step_count=40)
 settings.load_profile("policy")
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@pytest.fixture(scope="session")
+def checkpoint():
+    """Directory of the small Qwen3-VL checkpoint."""
+    pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
+    from vllm_neuron_cache.demo.checkpoint import build_checkpoint
+
+    return build_checkpoint()

@@ -224,7 +224,7 @@ check_ownership() { # an empty folder may be what is left of a run cut short
     fi
 }
 
-# Neither is needed to install or to run a model in eager mode, so this only tells.
+# Neither is needed to install, and without them the demo runs its graphs uncompiled: this only tells.
 tell_missing_compiler() {
     local -a missing=()
     command -v -- "${CXX:-g++}" >/dev/null 2>&1 || missing+=("a C++ compiler (${CXX:-g++})")
@@ -234,8 +234,8 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
     ((${#missing[@]})) || return 0
     local joined=${missing[0]}
     if ((${#missing[@]} > 1)); then joined+=" and ${missing[1]}"; fi
-    say "note: not found: $joined. torch.compile builds its CPU kernels with them; whatever"
-    say "      compiles a model will fail until they are there. Remedy: apt-get install g++ python3.11-dev"
+    say "note: not found: $joined. Compiled graphs (lane 'inductor') need them; without"
+    say "      them the demo runs uncompiled. Remedy: apt-get install g++ python3.11-dev"
 }
 
 # --- the environment ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_neuron_cache.cli.report import write_json
+from vllm_neuron_cache.cli.report import check_writable, write_json
 from vllm_neuron_cache.demo.checkpoint import build_checkpoint
 
 bench_app = typer.Typer(help="Measurements, each against something in the same run.", no_args_is_help=True)
@@ -24,6 +24,7 @@ def graphs(
     """The write and merge graphs against a memcpy of the same bytes (needs about 6 GB of memory)."""
     from vllm_neuron_cache.bench.graphs import bench_graphs
 
+    check_writable(json_file)
     with _progress() as progress:
         task = progress.add_task("Graphs")
         result = bench_graphs(rounds=rounds, step=lambda description: progress.update(task, description=description))
@@ -41,6 +42,7 @@ def hits(
     """The time to first token of a hit, ours over stock vLLM's own."""
     from vllm_neuron_cache.bench.hits import bench_hits
 
+    check_writable(json_file)
     with _progress() as progress:
         task = progress.add_task("Building the small model", total=pairs)
         result = bench_hits(

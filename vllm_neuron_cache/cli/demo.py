@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from vllm_neuron_cache.cli.report import write_json
+from vllm_neuron_cache.cli.report import check_writable, write_json
 from vllm_neuron_cache.demo.checkpoint import build_checkpoint
 from vllm_neuron_cache.demo.comparison import RequestResult, Summary, run_demo
 from vllm_neuron_cache.demo.requests import demo_requests
@@ -27,6 +27,7 @@ def demo(
 
     Exits with 1 if a single token differs.
     """
+    check_writable(json_file, plot_file)
     console = Console()
     requests = demo_requests()
     columns = (

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vllm_neuron_cache.demo.media import PHOTOGRAPHS, load_clip, load_photograph
 from vllm_neuron_cache.demo.reference import placeholder_items, reference_encoder_runs
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
+from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 
 MAX_TOKENS = 16
 
@@ -152,11 +153,14 @@ def run_demo(
 
     step("Loading photographs and the clip")
     media = load_media()
+    lane = "inductor" if compiler_available() else "eager"
+    if lane == "eager":
+        step("No C++ compiler here: the graphs run uncompiled")
     arguments = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
     step("Starting stock vLLM")
     stock = OfflineEngine(checkpoint, cache=None, **arguments)
     step("Starting vLLM with the encoder cache")
-    blocks = OfflineEngine(checkpoint, cache={}, **arguments)
+    blocks = OfflineEngine(checkpoint, cache={"lane": lane}, **arguments)
     step("Warming up")
     warm_up(stock, media)
     warm_up(blocks, media)

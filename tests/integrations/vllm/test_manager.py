@@ -1,0 +1,303 @@
+"""The cache manager on vLLM's own request objects: stock decisions at one row a block, block-exact ones above."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
+
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
+
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
+from vllm_neuron_cache.integrations.vllm.manager import BlockEncoderCacheManager
+
+pytestmark = pytest.mark.vllm
+
+LOTS = 1 << 20
+
+
+def request(name: str, *items: tuple[str, int], masks: dict[str, list[bool]] | None = None) -> Request:
+    """A request of (identifier, rows) items, one after the other with a text token between."""
+    features, offset = [], 1
+    for identifier, rows in items:
+        mask = (masks or {}).get(identifier)
+        length = rows if mask is None else len(mask)
+        features.append(
+            MultiModalFeatureSpec(
+                data=None,
+                modality="image" if mask is None else "video",
+                identifier=identifier,
+                mm_position=PlaceholderRange(
+                    offset=offset, length=length, is_embed=None if mask is None else torch.tensor(mask)
+                ),
+            )
+        )
+        offset += length + 1
+    return Request(
+        request_id=name,
+        prompt_token_ids=[0] * (offset + 1),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        mm_features=features,
+    )
+
+
+def manager(num_item_blocks: int, block_size: int = 4, encoder_block_size: int | None = None):
+    geometry = CacheGeometry(num_item_blocks + 1, block_size, encoder_block_size or block_size)
+    return BlockEncoderCacheManager(geometry, cache_size=num_item_blocks * block_size)
+
+
+def encode(cache: BlockEncoderCacheManager, requested: Request) -> list[int]:
+    """One pass that schedules whatever the request can have now, as vLLM's scheduler does. Returns encoded inputs."""
+    accepted, rows, scheduled = [], 0, True
+    for index, feature in enumerate(requested.mm_features):
+        if feature.identifier in {requested.mm_features[i].identifier for i in accepted}:
+            continue
+        if cache.check_and_update_cache(requested, index):
+            continue
+        if not cache.can_allocate(requested, index, LOTS, rows):
+            scheduled = bool(index)
+            break
+        accepted.append(index)
+        rows += feature.mm_position.get_num_embeds()
+    for index in accepted:
+        cache.allocate(requested, index)
+    step = cache.get_manager_metadata()
+    cache.end_pass({requested.request_id} if scheduled else set())
+    cache.acknowledge(step)
+    cache.check_integrity()
+    return accepted
+
+
+def test_items_before_in_the_pass_are_counted_in_blocks():
+    """Rows: 5 + 5 = 10 of 12. Blocks of 4: 2 + 2 of 3. vLLM's row count would let both in."""
+    cache = manager(num_item_blocks=3)
+    assert encode(cache, request("r", ("a", 5), ("b", 5))) == [0]
+    assert cache.pool.num_used_blocks == 2
+
+
+def test_an_item_of_the_whole_pool_fits_and_evicts_everything():
+    cache = manager(num_item_blocks=3)
+    small = request("small", ("a", 1), ("b", 4))
+    assert encode(cache, small) == [0, 1]
+    cache.free(small)
+    assert encode(cache, request("large", ("c", 12))) == [0]
+    assert cache.get_freed_mm_hashes() == ["a", "b"]
+
+
+def test_nothing_in_use_is_evicted():
+    cache = manager(num_item_blocks=3)
+    assert encode(cache, request("holder", ("a", 8))) == [0]
+    assert encode(cache, request("other", ("b", 8))) == []
+    assert cache.pool.get("a") is not None
+
+
+def test_an_item_twice_in_a_prompt_takes_its_blocks_once_and_stays_until_the_last_use():
+    cache = manager(num_item_blocks=2)
+    twice = request("r", ("a", 4), ("a", 4))
+    assert encode(cache, twice) == [0]
+    assert cache.check_and_update_cache(twice, 1)
+    assert cache.pool.num_used_blocks == 1
+    cache.free_encoder_input(twice, 0)
+    assert cache.pool.get("a").references == {"r"}
+    cache.free_encoder_input(twice, 1)
+    assert not cache.pool.get("a").references
+    assert cache.stats.queries == 1
+
+
+def test_fifty_references_in_one_prompt_cost_one_item():
+    cache = manager(num_item_blocks=2)
+    many = request("r", *[("a", 4)] * 50)
+    assert encode(cache, many) == [0]
+    assert all(cache.check_and_update_cache(many, index) for index in range(50))
+    assert (cache.pool.num_used_blocks, cache.stats.hits, cache.stats.misses) == (1, 0, 1)
+
+
+def test_a_reference_taken_in_a_pass_without_being_scheduled_is_dropped():
+    cache = manager(num_item_blocks=2)
+    first, waiting = request("first", ("a", 4)), request("waiting", ("a", 4))
+    encode(cache, first)
+    cache.free(first)
+    assert cache.check_and_update_cache(waiting, 0)
+    cache.get_manager_metadata()
+    cache.end_pass(scheduled=set())
+    assert not cache.pool.get("a").references
+    assert (cache.stats.hits, cache.stats.misses) == (0, 1)
+    cache.check_integrity()
+
+
+def test_a_reference_from_an_earlier_pass_survives_a_pass_without_the_request():
+    cache = manager(num_item_blocks=2)
+    holder = request("holder", ("a", 4))
+    encode(cache, holder)
+    assert cache.check_and_update_cache(holder, 0)
+    cache.get_manager_metadata()
+    cache.end_pass(scheduled=set())
+    assert cache.pool.get("a").references == {"holder"}
+
+
+def test_evicted_and_allocated_again_in_one_pass_is_not_reported_freed():
+    cache = manager(num_item_blocks=2)
+    first = request("first", ("a", 4))
+    encode(cache, first)
+    generation = cache.pool.get("a").generation
+    cache.free(first)
+    second, third = request("second", ("b", 8)), request("third", ("a", 4))
+    assert cache.can_allocate(second, 0, LOTS, 0)  # evicts a; the request is then not scheduled after all
+    assert cache.can_allocate(third, 0, LOTS, 0)
+    cache.allocate(third, 0)
+    assert cache.get_freed_mm_hashes() == []
+    (delta,) = cache.get_manager_metadata().step.deltas
+    assert delta.freed == (("a", generation),)
+    assert [(entry.key, entry.generation) for entry in delta.allocated] == [("a", generation + 1)]
+
+
+def test_free_ten_times_frees_once():
+    cache = manager(num_item_blocks=3)
+    once = request("r", ("a", 4))
+    encode(cache, once)
+    for _ in range(10):
+        cache.free(once)
+        cache.free_encoder_input(once, 0)
+        cache.check_integrity()
+    assert cache.pool.num_free_blocks + cache.pool.num_evictable_blocks == 3
+
+
+def test_aborted_in_the_step_that_allocated_it_leaks_nothing():
+    cache = manager(num_item_blocks=2)
+    aborted = request("r", ("a", 8))
+    assert cache.can_allocate(aborted, 0, LOTS, 0)
+    cache.allocate(aborted, 0)
+    step = cache.get_manager_metadata()
+    cache.free(aborted)
+    assert not cache.pool.can_reserve(1)  # a worker may be writing it
+    cache.acknowledge(step)
+    assert cache.pool.can_reserve(2)
+    cache.check_integrity()
+
+
+def test_reset_forgets_everything_and_late_frees_do_no_harm():
+    cache = manager(num_item_blocks=2)
+    running = request("r", ("a", 8))
+    encode(cache, running)
+    cache.reset()
+    cache.free(running)
+    cache.check_integrity()
+    assert cache.pool.num_free_blocks == 2
+    assert encode(cache, request("again", ("a", 8))) == [0]
+    assert cache.get_manager_metadata().step.epoch == 1
+
+
+def test_compute_budget_is_respected():
+    cache = manager(num_item_blocks=3)
+    assert not cache.can_allocate(request("r", ("a", 5)), 0, 4, 0)
+    assert cache.can_allocate(request("r", ("a", 5)), 0, 5, 0)
+
+
+def test_a_video_lies_in_whole_frames():
+    """Frames of 3 rows in blocks of 4: one frame a block, where a dense layout would take 3 blocks for 4 frames."""
+    mask = ([True] * 3 + [False] * 2) * 4
+    cache = manager(num_item_blocks=8)
+    encode(cache, request("r", ("video", 12), masks={"video": mask}))
+    assert cache.pool.get("video").layout.tokens_per_block == (3, 3, 3, 3)
+
+
+def test_a_video_whose_frames_would_not_fit_lies_densely():
+    mask = ([True] * 3 + [False] * 2) * 4
+    cache = manager(num_item_blocks=3)
+    assert encode(cache, request("r", ("video", 12), masks={"video": mask})) == [0]
+    assert cache.pool.get("video").layout.tokens_per_block == (4, 4, 4)
+
+
+NAMES = ("a", "b", "c", "d", "e")
+ROWS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 7}
+CAPACITY = 8
+
+
+class SameAsStock(RuleBasedStateMachine):
+    """With blocks of one row and every step acknowledged at once, each answer is the stock manager's."""
+
+    def __init__(self):
+        super().__init__()
+        self.stock, self.ours = EncoderCacheManager(CAPACITY), manager(CAPACITY, block_size=1)
+        self.alive: dict[str, Request] = {}
+        self.count = 0
+
+    @rule(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3))
+    def arrive(self, names):
+        self.count += 1
+        arrived = request(f"r{self.count}", *((name, ROWS[name]) for name in names))
+        self.alive[arrived.request_id] = arrived
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def schedule(self, data):
+        """One pass over one request, in the way of vLLM's scheduler, on both managers."""
+        requested = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+        accepted, rows = [], 0
+        for index, feature in enumerate(requested.mm_features):
+            if feature.identifier in {requested.mm_features[i].identifier for i in accepted}:
+                continue
+            hit = self.stock.check_and_update_cache(requested, index)
+            assert self.ours.check_and_update_cache(requested, index) == hit
+            if hit:
+                continue
+            fits = self.stock.can_allocate(requested, index, LOTS, rows)
+            assert self.ours.can_allocate(requested, index, LOTS, rows) == fits
+            if not fits:
+                break
+            accepted.append(index)
+            rows += feature.mm_position.get_num_embeds()
+        for index in accepted:
+            self.stock.allocate(requested, index)
+            self.ours.allocate(requested, index)
+        assert self.ours.get_freed_mm_hashes() == self.stock.get_freed_mm_hashes()
+        step = self.ours.get_manager_metadata()
+        self.ours.end_pass({requested.request_id})
+        self.ours.acknowledge(step)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def free_input(self, data):
+        requested = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+        index = data.draw(st.integers(0, len(requested.mm_features) - 1))
+        if index in self.stock.get_cached_input_ids(requested):
+            self.stock.free_encoder_input(requested, index)
+            self.ours.free_encoder_input(requested, index)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def finish(self, data):
+        finished = self.alive.pop(data.draw(st.sampled_from(sorted(self.alive))))
+        # The stock manager frees in the order of a set; the order in which items become evictable must be the same.
+        for index in sorted(self.stock.get_cached_input_ids(finished)):
+            self.stock.free_encoder_input(finished, index)
+        self.ours.free(finished)
+
+    @invariant()
+    def agree(self):
+        self.ours.check_integrity()
+        assert {item.key for item in self.ours.pool.items()} == set(self.stock.cached)
+        assert self.ours.pool.num_free_blocks == self.stock.num_free_slots
+        for alive in self.alive.values():
+            assert self.ours.get_cached_input_ids(alive) == self.stock.get_cached_input_ids(alive)
+
+
+TestSameAsStock = SameAsStock.TestCase
+TestSameAsStock.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_random_layouts_never_exceed_the_pool():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        frames = generator.integers(1, 12, generator.integers(1, 9)).tolist()
+        mask = [flag for tokens in frames for flag in [True] * tokens + [False]]
+        rows = sum(frames)
+        cache = manager(num_item_blocks=-(-rows // 8), block_size=8)
+        assert encode(cache, request("r", ("video", rows), masks={"video": mask})) == [0]

@@ -1,0 +1,104 @@
+"""Documentation and code say the same: commands, keys, defaults, links."""
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Every command of the documents, and the test that runs it.
+RUN_BY = {
+    "./scripts/quickstart": "tests/test_scripts.py::test_quickstart",
+    "./scripts/test": "tests/test_scripts.py::test_the_suite_runs_under_its_own_script",
+    "python -m vllm.entrypoints.openai.api_server --model MODEL --additional-config '{\"vllm_neuron_cache\": {}}'": (
+        "tests/integrations/vllm/test_server.py::test_images_over_http_give_the_tokens_of_stock"
+    ),
+    "vllm-neuron-cache demo --json demo.json --plot demo.png": "tests/test_cli.py::test_demo",
+    "vllm-neuron-cache bench graphs --json graphs.json": "tests/test_cli.py::test_bench_graphs",
+    "vllm-neuron-cache bench hits --json hits.json": "tests/test_cli.py::test_bench_hits",
+}
+
+
+def code_blocks(language: str) -> list[str]:
+    return [
+        block
+        for document in DOCUMENTS
+        for block in re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def commands() -> set[str]:
+    lines = [line.split("    #")[0].strip() for block in code_blocks("bash") for line in block.splitlines()]
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def test_every_command_is_run_by_a_test():
+    assert commands() == set(RUN_BY)
+
+
+@pytest.mark.parametrize("test", sorted(set(RUN_BY.values())))
+def test_those_tests_exist(test):
+    path, name = test.split("::")
+    functions = {
+        node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+    }
+    assert name in functions
+
+
+def test_the_server_test_uses_the_documented_configuration():
+    source = (ROOT / "tests/integrations/vllm/test_server.py").read_text()
+    assert """'{"vllm_neuron_cache": {}}'""" in source
+
+
+@pytest.mark.vllm
+def test_the_python_example_runs(checkpoint):
+    (example,) = code_blocks("python")
+    names: dict = {"MODEL": str(checkpoint)}
+    exec(
+        example.replace(
+            "max_model_len=4096",
+            "max_model_len=4096, max_num_seqs=8, enforce_eager=True,"
+            " kv_cache_memory_bytes=1 << 26, limit_mm_per_prompt={'image': 1}",
+        ),
+        names,
+    )
+    assert names["llm"].collective_rpc("encoder_cache_stats")[0]["graphs_compiled"] > 0
+    names["llm"].llm_engine.engine_core.shutdown()
+
+
+def test_json_examples_are_valid_configurations():
+    for block in code_blocks("json"):
+        NeuronCacheConfig.from_additional_config(json.loads(block))
+
+
+def test_every_key_and_default_is_documented_and_no_other():
+    text = (ROOT / "docs/configuration.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
+    keys = {
+        field.name: json.dumps(field.default)
+        for config in (NeuronCacheConfig, EncoderNeuronConfig)
+        for field in dataclasses.fields(config)
+        if field.name != "encoder"
+    }
+    assert rows == keys
+
+
+def test_links_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_names_of_classes_in_the_documents_exist():
+    """Names in code style that look like classes of this package are classes of this package, or of vLLM."""
+    sources = "".join(path.read_text() for path in (ROOT / "vllm_neuron_cache").rglob("*.py"))
+    for document in DOCUMENTS:
+        for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w+)`", document.read_text()):
+            assert re.search(rf"\b{name}\b", sources), f"{document.name} names {name}"

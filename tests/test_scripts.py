@@ -1,0 +1,67 @@
+"""The two commands of the README."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VENV = ROOT / ".venv"
+
+in_its_environment = pytest.mark.skipif(
+    Path(sys.prefix).resolve() != VENV.resolve(),
+    reason="runs in the environment that scripts/test made, not in this one",
+)
+
+
+@in_its_environment
+@pytest.mark.vllm
+def test_quickstart(tmp_path):
+    """A second quickstart installs nothing and goes straight to the demo."""
+    stamps = sorted(VENV.glob(".*-complete"))
+    before = [stamp.stat().st_mtime_ns for stamp in stamps]
+    begin = time.monotonic()
+    result = subprocess.run(
+        [ROOT / "scripts/quickstart", "--json", str(tmp_path / "demo.json")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    print(f"a second quickstart took {time.monotonic() - begin:.0f} s")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert stamps and [stamp.stat().st_mtime_ns for stamp in stamps] == before
+    assert "[1/" not in result.stdout
+    assert "identical" in result.stdout
+
+
+@in_its_environment
+def test_the_suite_runs_under_its_own_script():
+    """Which this very run shows, when it runs in the environment that only the script makes; here, one test of it."""
+    result = subprocess.run(
+        [ROOT / "scripts/test", "-q", "tests/encoder_cache/test_identity.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout
+
+
+def test_ci_calls_the_test_script_and_nothing_else():
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    commands = [line for line in lines if line and not line.startswith(("#", "set "))]
+    assert len(commands) == 1 and commands[0].endswith('scripts/test"')
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart", "scripts/test", ".ci/run"])
+def test_scripts_can_be_run_and_are_valid_shell(script):
+    assert (ROOT / script).stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def test_every_extra_is_declared():
+    text = (ROOT / "pyproject.toml").read_text()
+    for extra in ("cpu", "test", "omni", "nixl", "xla", "neuron"):
+        assert f"\n{extra} = [" in text
