@@ -15,7 +15,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Every command of the documents, and the test that runs it.
 RUN_BY = {
-    "./scripts/quickstart": "tests/test_scripts.py::test_quickstart",
+    "./scripts/quickstart": "tests/test_cli.py::test_demo",
     "./scripts/test": "tests/test_scripts.py::test_the_suite_runs_under_its_own_script",
     "python -m vllm.entrypoints.openai.api_server --model MODEL --additional-config '{\"vllm_neuron_cache\": {}}'": (
         "tests/integrations/vllm/test_server.py::test_images_over_http_give_the_tokens_of_stock"

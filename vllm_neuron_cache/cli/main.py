@@ -19,8 +19,10 @@ app.add_typer(bench_app, name="bench")
 
 @app.callback()
 def _root() -> None:
-    # vLLM's log belongs to serving; here it would bury the table. A level that the user set stays.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Logs belong to serving; here they would bury the table. Levels that the user set stay.
+    for variable in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"):
+        os.environ.setdefault(variable, "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def main() -> None:

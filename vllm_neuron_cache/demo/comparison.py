@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from vllm_neuron_cache.demo.media import PHOTOGRAPHS, load_clip, load_photograph
 from vllm_neuron_cache.demo.reference import placeholder_items, reference_encoder_runs
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
-from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 
 MAX_TOKENS = 16
 
@@ -149,6 +148,8 @@ def run_demo(
     done: Callable[[RequestResult], None],
 ) -> Summary:
     """The whole demo. `step` hears what begins, `done` each result as it comes."""
+    # Here and not above: torch and vLLM take seconds to import and read their settings when they do.
+    from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
     from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine, placeholder_tokens
 
     step("Loading photographs and the clip")
