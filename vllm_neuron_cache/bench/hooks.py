@@ -34,7 +34,6 @@ class HookTimer:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
         self._inside = False
         self._overhead = self._measure_overhead()
 
@@ -50,13 +49,8 @@ class HookTimer:
             for owner, name in wrapped:
                 delattr(owner, name)
 
-    @property
-    def total_us(self) -> float:
-        return sum(self.seconds.values()) * 1e6
-
     def reset(self) -> None:
         self.seconds.clear()
-        self.calls.clear()
 
     def _timed(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +62,6 @@ class HookTimer:
                 return hook(*args, **kwargs)
             finally:
                 self.seconds[name] += time.thread_time() - begin - self._overhead
-                self.calls[name] += 1
                 self._inside = False
 
         return timed

@@ -12,6 +12,9 @@ from vllm_neuron_cache.cli.report import check_writable, write_json
 from vllm_neuron_cache.demo.checkpoint import build_checkpoint
 from vllm_neuron_cache.demo.comparison import RequestResult, Summary, run_demo
 from vllm_neuron_cache.demo.requests import demo_requests
+from vllm_neuron_cache.errors import DemoError
+
+PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def demo(
@@ -28,6 +31,8 @@ def demo(
     Exits with 1 if a single token differs.
     """
     check_writable(json_file, plot_file)
+    if plot_file is not None and plot_file.suffix not in PLOT_FORMATS:
+        raise DemoError(f"cannot draw {plot_file}: give it one of the endings {', '.join(PLOT_FORMATS)}.")
     console = Console()
     requests = demo_requests()
     columns = (

@@ -5,6 +5,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from vllm_neuron_cache.cli.bench import bench_app
 from vllm_neuron_cache.cli.demo import demo
@@ -30,7 +31,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False) or 0
     except NeuronCacheError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         status = 2
     except typer.Exit as request:
         status = request.exit_code

@@ -74,8 +74,11 @@ def build_checkpoint(directory: Path | None = None) -> Path:
             f"{directory} exists and is not version {CHECKPOINT_VERSION} of the demo's checkpoint. "
             "Remove it or name another directory."
         )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    except OSError as error:
+        raise DemoError(f"cannot make {directory}: {error.strerror}. Name a directory that can be made.") from error
     try:
         _write_checkpoint(unfinished)
         (unfinished / marker.name).write_text(str(CHECKPOINT_VERSION))

@@ -45,7 +45,7 @@ class EncoderBlockPool:
     An item becomes EVICTABLE when it loses its last reference, but not before the step that writes it is acknowledged:
     until then a worker may still be writing.
 
-    All changes go through `reserve`, `refer`, `release`, `make_room`, `acknowledge` and `clear`.
+    All changes go through `reserve`, `roll_back`, `refer`, `release`, `make_room`, `evict`, `acknowledge` and `clear`.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -100,12 +100,15 @@ class EncoderBlockPool:
             )
         evicted = []
         while len(self._free_blocks) < num_blocks:
-            _, item = self._evictable.popitem(last=False)
-            self._num_evictable_blocks -= len(item.block_ids)
-            del self._items[item.key]
-            self._free_blocks.extend(item.block_ids)
-            evicted.append(item)
+            evicted.append(self.evict(next(iter(self._evictable))))
         return evicted
+
+    def evict(self, key: str) -> PoolItem:
+        """Frees the blocks of an EVICTABLE item and returns it. Raises `KeyError` for any other."""
+        item = self._evictable.pop(key)
+        self._num_evictable_blocks -= len(item.block_ids)
+        self._forget(item)
+        return item
 
     def reserve(self, key: str, layout: ItemLayout, *, reference: str, step: int) -> PoolItem:
         """Assigns free blocks to a new item, referred to by `reference` and written in `step`.
@@ -135,6 +138,18 @@ class EncoderBlockPool:
         self._items[key] = item
         self._unacknowledged.append(item)
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        return item
+
+    def roll_back(self, key: str) -> PoolItem:
+        """Undoes the reservation of an item that no worker will write and nobody refers to. Returns the item.
+
+        Raises `ValueError` for an item in another state.
+        """
+        item = self._items[key]
+        if item.state is not ItemState.RESERVED or item.references:
+            raise ValueError(f"item {key!r} is {item.state.value} and {item.references or 'nobody'} refer to it")
+        self._unacknowledged.remove(item)
+        self._forget(item)
         return item
 
     def refer(self, key: str, reference: str) -> bool:
@@ -176,6 +191,10 @@ class EncoderBlockPool:
         self._num_evictable_blocks = 0
         self._unacknowledged.clear()
         self._free_blocks = deque(range(self.num_blocks))
+
+    def _forget(self, item: PoolItem) -> None:
+        del self._items[item.key]
+        self._free_blocks.extend(item.block_ids)
 
     def _make_evictable(self, item: PoolItem) -> None:
         item.state = ItemState.EVICTABLE

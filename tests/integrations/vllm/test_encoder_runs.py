@@ -10,27 +10,27 @@ from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 pytestmark = pytest.mark.vllm
 
 
-def random_requests(count: int) -> list[MediaRequest]:
-    """One to three photographs each, drawn so that some repeat soon and some late."""
+def random_requests(count: int, most: int) -> list[MediaRequest]:
+    """One to `most` photographs each, drawn so that some repeat soon and some late."""
     generator = np.random.default_rng(5)
     weights = np.array([0.4, 0.25, 0.15, 0.1, 0.1])
     return [
         MediaRequest(
             before=f"Request {number}. ",
-            images=tuple(generator.choice(PHOTOGRAPHS, size=generator.integers(1, 4), p=weights).tolist()),
+            images=tuple(generator.choice(PHOTOGRAPHS, size=generator.integers(1, most + 1), p=weights).tolist()),
         )
         for number in range(count)
     ]
 
 
-@pytest.mark.parametrize("block_size", [512, 64])
-def test_encoder_runs_are_those_of_the_reference_under_eviction(checkpoint, block_size):
-    """Four coarse blocks, or 32 fine ones, for photographs of 1,627 rows: most requests evict something."""
+@pytest.mark.parametrize(("block_size", "num_blocks", "most"), [(512, 4, 3), (64, 19, 2)], ids=["coarse", "fine"])
+def test_encoder_runs_are_those_of_the_reference_under_eviction(checkpoint, block_size, num_blocks, most):
+    """More rows of photographs than fit in 4 coarse blocks or 19 fine ones, just enough for the largest request."""
     from vllm_neuron_cache.integrations.vllm.offline import placeholder_tokens
 
     media = Media(images=small_media().images)
     arguments = {
-        "max_num_batched_tokens": 2048,
+        "max_num_batched_tokens": num_blocks * block_size,
         "max_model_len": 2048,
         "limit_mm_per_prompt": {"image": 3, "video": 0},
         "enable_prefix_caching": False,
@@ -38,7 +38,8 @@ def test_encoder_runs_are_those_of_the_reference_under_eviction(checkpoint, bloc
     stock = start(checkpoint, None, **arguments)
     blocks = start(checkpoint, {"encoder_cache_block_size": block_size}, **arguments)
     geometry = blocks.manager.geometry
-    results = list(compare(stock, blocks, random_requests(40), media, max_tokens=4))
+    assert geometry.num_item_blocks == num_blocks
+    results = list(compare(stock, blocks, random_requests(40, most), media, max_tokens=4))
     image_token, video_token = placeholder_tokens(checkpoint)
     expected = expected_encoder_runs(
         results,

@@ -15,6 +15,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
+from vllm_neuron_cache.encoder_cache.table import EntryTable
 from vllm_neuron_cache.integrations.vllm.manager import BlockEncoderCacheManager
 
 pytestmark = pytest.mark.vllm
@@ -69,7 +70,7 @@ def encode(cache: BlockEncoderCacheManager, requested: Request) -> list[int]:
     for index in accepted:
         cache.allocate(requested, index)
     step = cache.get_manager_metadata()
-    cache.end_pass({requested.request_id} if scheduled else set())
+    cache.end_pass({requested.request_id} if scheduled else set(), {requested.request_id: accepted})
     cache.acknowledge(step)
     cache.check_integrity()
     return accepted
@@ -126,7 +127,7 @@ def test_a_reference_taken_in_a_pass_without_being_scheduled_is_dropped():
     cache.free(first)
     assert cache.check_and_update_cache(waiting, 0)
     cache.get_manager_metadata()
-    cache.end_pass(scheduled=set())
+    cache.end_pass(scheduled=set(), encoder_inputs={})
     assert not cache.pool.get("a").references
     assert (cache.stats.hits, cache.stats.misses) == (0, 1)
     cache.check_integrity()
@@ -138,7 +139,7 @@ def test_a_reference_from_an_earlier_pass_survives_a_pass_without_the_request():
     encode(cache, holder)
     assert cache.check_and_update_cache(holder, 0)
     cache.get_manager_metadata()
-    cache.end_pass(scheduled=set())
+    cache.end_pass(scheduled=set(), encoder_inputs={})
     assert cache.pool.get("a").references == {"holder"}
 
 
@@ -215,6 +216,68 @@ def test_a_video_whose_frames_would_not_fit_lies_densely():
     assert cache.pool.get("video").layout.tokens_per_block == (4, 4, 4)
 
 
+def reserved_and_preempted(cache: BlockEncoderCacheManager) -> Request:
+    """A request that reserves "a" in the pass and is preempted before the pass ends."""
+    preempted = request("preempted", ("a", 4))
+    assert cache.can_allocate(preempted, 0, LOTS, 0)
+    cache.allocate(preempted, 0)
+    cache.free(preempted)
+    return preempted
+
+
+def test_a_reservation_whose_request_is_preempted_in_the_pass_is_rolled_back():
+    cache = manager(num_item_blocks=2)
+    preempted = reserved_and_preempted(cache)
+    metadata = cache.get_manager_metadata()
+    encoder_inputs: dict[str, list[int]] = {}
+    cache.end_pass(set(), encoder_inputs)
+    cache.check_integrity()
+    assert encoder_inputs == {}
+    assert cache.pool.num_free_blocks == 2 and cache.stats.misses == 0
+    cache.acknowledge(metadata)
+    # The workers were told of the reservation; the next step takes it back, and the item is encoded as if new.
+    assert encode(cache, preempted) == [0]
+    (delta,) = cache.get_manager_metadata().step.deltas or [None]
+    assert delta is None or delta.seq > metadata.step.seq
+
+
+def test_the_rolled_back_reservation_leaves_the_workers_table():
+    cache = manager(num_item_blocks=2)
+    table = EntryTable(2, 4)
+    reserved_and_preempted(cache)
+    table.apply(cache.get_manager_metadata().step)
+    cache.end_pass(set(), {})
+    assert table.get("a") is not None
+    table.apply(cache.get_manager_metadata().step)
+    assert table.get("a") is None
+
+
+def test_a_request_in_the_step_encodes_what_a_preempted_one_reserved():
+    cache = manager(num_item_blocks=2)
+    reserved_and_preempted(cache)
+    reader = request("reader", ("z", 1), ("a", 4))
+    assert cache.check_and_update_cache(reader, 1)
+    metadata = cache.get_manager_metadata()
+    encoder_inputs = {"other": [3]}
+    cache.end_pass({"reader", "other"}, encoder_inputs)
+    assert encoder_inputs == {"other": [3], "reader": [1]}
+    assert cache.pool.get("a").references == {"reader"}
+    cache.acknowledge(metadata)
+    cache.check_integrity()
+
+
+def test_an_id_sent_again_with_media_of_another_size_is_encoded_again():
+    cache = manager(num_item_blocks=4)
+    first, second = request("first", ("id", 8)), request("second", ("id", 5))
+    assert encode(cache, first) == [0]
+    assert not cache.check_and_update_cache(second, 0)
+    assert not cache.can_allocate(second, 0, LOTS, 0)  # the first still reads its own
+    cache.free(first)
+    assert encode(cache, second) == [0]
+    assert cache.pool.get("id").layout.num_tokens == 5
+    assert cache.stats.evictions == 1
+
+
 NAMES = ("a", "b", "c", "d", "e")
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 7}
 CAPACITY = 8
@@ -259,8 +322,27 @@ class SameAsStock(RuleBasedStateMachine):
             self.ours.allocate(requested, index)
         assert self.ours.get_freed_mm_hashes() == self.stock.get_freed_mm_hashes()
         step = self.ours.get_manager_metadata()
-        self.ours.end_pass({requested.request_id})
+        self.ours.end_pass({requested.request_id}, {requested.request_id: accepted})
         self.ours.acknowledge(step)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def reserve_and_be_preempted(self, data):
+        """A pass that reserves an item whose request is then preempted: nothing is left of it."""
+        requested = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
+        feature = requested.mm_features[0]
+        rows = feature.mm_position.get_num_embeds()
+        if feature.identifier in self.stock.cached or not 0 < rows <= self.stock.num_free_slots:
+            return
+        assert self.ours.can_allocate(requested, 0, LOTS, 0)
+        self.ours.allocate(requested, 0)
+        # Preempted: vLLM frees every reference of the request.
+        for index in sorted(self.stock.get_cached_input_ids(requested)):
+            self.stock.free_encoder_input(requested, index)
+        self.ours.free(requested)
+        metadata = self.ours.get_manager_metadata()
+        self.ours.end_pass(set(), {})
+        self.ours.acknowledge(metadata)
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())

@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
-from engines import start
+from engines import small_media, start
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
 
@@ -15,9 +16,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_neuron_cache.demo.requests import MediaRequest, engine_prompt
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.integrations.vllm import plugin
 from vllm_neuron_cache.integrations.vllm.activation import MANAGER_CLS, SCHEDULER_CLS, WORKER_CLS
+from vllm_neuron_cache.integrations.vllm.manager import BlockEncoderCacheManager
 from vllm_neuron_cache.integrations.vllm.scheduler import (
     BlockSchedulerMixin,
     acknowledges_steps,
@@ -73,30 +76,43 @@ def test_the_key_fills_in_manager_scheduler_and_worker(checkpoint):
     assert config.ec_manager_config.manager_config["num_blocks"] > 1
 
 
-def test_explicit_flags_do_the_same(checkpoint):
-    flags = {
-        "ec_manager_config": {"encoder_cache_manager_cls": MANAGER_CLS},
-        "scheduler_cls": SCHEDULER_CLS,
-        "worker_cls": WORKER_CLS[CPU_WORKER],
-    }
-    engine = start(checkpoint, None, **flags)
-    by_flags = engine.manager.geometry
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"ec_manager_config": {"encoder_cache_manager_cls": MANAGER_CLS}},
+        {"scheduler_cls": SCHEDULER_CLS},
+        {"worker_cls": WORKER_CLS[CPU_WORKER]},
+    ],
+    ids=["manager", "scheduler", "worker"],
+)
+def test_one_explicit_flag_brings_the_others(checkpoint, flags):
+    config = engine_config(checkpoint, **flags)
+    assert config.ec_manager_config.encoder_cache_manager_cls == MANAGER_CLS
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+    assert config.parallel_config.worker_cls == WORKER_CLS[CPU_WORKER]
+    with pytest.raises(ConfigurationError, match="prompt embeddings"):
+        engine_config(checkpoint, enable_prompt_embeds=True, **flags)
+
+
+def test_an_engine_by_explicit_flags_serves_an_image(checkpoint):
+    engine = start(
+        checkpoint,
+        None,
+        ec_manager_config={"encoder_cache_manager_cls": MANAGER_CLS},
+        scheduler_cls=SCHEDULER_CLS,
+        worker_cls=WORKER_CLS[CPU_WORKER],
+    )
+    engine.generate([engine_prompt(MediaRequest(images=("chelsea",)), small_media())], max_tokens=2)
     assert isinstance(engine.scheduler, BlockSchedulerMixin)
-    assert engine.generate([{"prompt": "Hello"}], max_tokens=2)
-    engine.close()
-    engine = start(checkpoint, {})
-    assert engine.manager.geometry == by_flags
+    assert engine.runner.encoder_runtime.stats().items_written == engine.encoder_runs == 1
     engine.close()
 
 
-def test_manager_flag_alone_is_refused_with_the_missing_flag(checkpoint):
+def test_a_manager_without_its_scheduler_says_so():
+    """What happens where the plugin is not loaded, and only the manager's flag was given."""
+    config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(get_scheduler_cls=lambda: Scheduler))
     with pytest.raises(ConfigurationError, match="--scheduler-cls"):
-        start(
-            checkpoint,
-            None,
-            ec_manager_config={"encoder_cache_manager_cls": MANAGER_CLS},
-            worker_cls=WORKER_CLS[CPU_WORKER],
-        )
+        BlockEncoderCacheManager.create_manager(cache_size=1, vllm_config=config)
 
 
 def test_a_third_partys_scheduler_is_composed_over(checkpoint):
@@ -138,6 +154,7 @@ def test_a_bad_configuration_is_refused_before_anything_starts(checkpoint, addit
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"enable_prompt_embeds": True}, "prompt embeddings"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+        ({"enable_lora": True, "enable_tower_connector_lora": True}, "LoRA adapters on the encoder"),
         ({"ec_manager_config": {"encoder_cache_manager_cls": f"{__name__}.OtherManager"}}, "a manager of its own"),
         ({"worker_cls": f"{__name__}.OtherWorker"}, "not known to work"),
     ],

@@ -34,10 +34,6 @@ class Lane(abc.ABC):
     @abc.abstractmethod
     def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Callable[..., Any]: ...
 
-    @property
-    def sealed(self) -> bool:
-        return self._sealed
-
     def seal(self) -> None:
         """Ends warm-up: nothing is compiled from here on."""
         self._sealed = True

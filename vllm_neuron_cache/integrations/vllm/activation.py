@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.config import NeuronCacheConfig, is_enabled
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
 from vllm_neuron_cache.integrations.vllm.scheduler import BASE_SCHEDULER_KEY, acknowledges_steps
@@ -19,6 +19,17 @@ MANAGER_CLS = "vllm_neuron_cache.integrations.vllm.manager.BlockEncoderCacheMana
 SCHEDULER_CLS = "vllm_neuron_cache.integrations.vllm.scheduler.block_scheduler"
 WORKER_CLS = {"vllm.v1.worker.cpu_worker.CPUWorker": "vllm_neuron_cache.integrations.vllm.worker.BlockCPUWorker"}
 """The worker to use in place of the one that the platform chose."""
+
+
+def is_requested(engine_args: Any) -> bool:
+    """Whether an engine's arguments ask for the cache: by the key, or by naming one of our classes."""
+    manager = engine_args.ec_manager_config
+    return (
+        is_enabled(engine_args.additional_config)
+        or getattr(manager, "encoder_cache_manager_cls", None) == MANAGER_CLS
+        or engine_args.scheduler_cls == SCHEDULER_CLS
+        or engine_args.worker_cls in WORKER_CLS.values()
+    )
 
 
 def validate(additional_config: Any) -> None:
@@ -60,6 +71,10 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         (vllm_config.speculative_config is not None, "speculative decoding (speculative_config)"),
         (vllm_config.ec_transfer_config is not None, "encoder disaggregation (ec_transfer_config)"),
         (vllm_config.model_config.enable_prompt_embeds, "prompt embeddings (enable_prompt_embeds)"),
+        (
+            bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False)),
+            "LoRA adapters on the encoder (enable_tower_connector_lora)",
+        ),
         (bool(getattr(multimodal, "video_pruning_rate", None)), "video pruning (video_pruning_rate)"),
     )
     for unsupported, what in refusals:

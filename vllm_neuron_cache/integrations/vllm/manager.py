@@ -9,7 +9,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs, num_dense_blocks
-from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
+from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool, ItemState, PoolItem
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import StepJournal
 from vllm_neuron_cache.errors import ConfigurationError, IntegrityError
@@ -60,8 +60,9 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._journal = StepJournal()
         # Request id -> ids of its inputs that it refers to.
         self._inputs: dict[str, set[int]] = {}
-        # References that requests took in the pass that is being made: (request, key).
-        self._taken: list[tuple[Request, str]] = []
+        # What requests did in the pass that is being made: references taken and items reserved.
+        self._taken: list[tuple[Request, int]] = []
+        self._reserved: list[tuple[Request, int]] = []
         # Layouts of items with frames; those of dense items are cheaper to make than to find.
         self._frame_layouts: dict[str, ItemLayout] = {}
         self._freed: list[str] = []
@@ -74,16 +75,21 @@ class BlockEncoderCacheManager(EncoderCacheManager):
     # Called by vLLM's scheduler --------------------------------------------------------------------------------
 
     def check_and_update_cache(self, request: Request, input_id: int) -> bool:
-        """Whether the item is there, or will be when this pass's step runs. If so the request refers to it."""
-        key = request.mm_features[input_id].identifier
-        if self._pool.get(key) is None:
+        """Whether the item is there, or will be when this pass's step runs. If so the request refers to it.
+
+        An item of the same key and another size is not the request's: a client gave one id to two things.
+        """
+        feature = request.mm_features[input_id]
+        key = feature.identifier
+        item = self._pool.get(key)
+        if item is None or item.layout.num_tokens != feature.mm_position.get_num_embeds():
             return False
         inputs = self._inputs.setdefault(request.request_id, set())
         if input_id not in inputs:
             inputs.add(input_id)
             if self._pool.refer(key, request.request_id):
                 self.stats.hits += 1
-                self._taken.append((request, key))
+                self._taken.append((request, input_id))
         return True
 
     def can_allocate(
@@ -97,14 +103,18 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         feature = request.mm_features[input_id]
         if feature.mm_position.get_num_embeds() > encoder_compute_budget:
             return False
+        homonym = self._pool.get(feature.identifier)
+        if homonym is not None:
+            # Of another size, or it would have been a hit. It has to go first, and waits for those who read it.
+            if homonym.state is not ItemState.EVICTABLE:
+                return False
+            self._note_eviction(self._pool.evict(feature.identifier))
         num_blocks = self._num_blocks(feature) + self._num_pending_blocks(request, input_id, num_embeds_to_schedule)
         if not self._pool.can_reserve(num_blocks):
             return False
         if num_blocks > self._pool.num_free_blocks:
             for item in self._pool.make_room(num_blocks):
-                self.stats.evictions += 1
-                self._freed.append(item.key)
-                self._journal.record_eviction(item)
+                self._note_eviction(item)
         return True
 
     def allocate(self, request: Request, input_id: int) -> None:
@@ -115,6 +125,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         )
         self._journal.record_allocation(item)
         self._inputs.setdefault(request.request_id, set()).add(input_id)
+        self._reserved.append((request, input_id))
         self.stats.misses += 1
 
     def get_cached_input_ids(self, request: Request) -> set[int]:
@@ -154,25 +165,53 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._journal.record_reset()
         self._inputs.clear()
         self._taken.clear()
+        self._reserved.clear()
         self._freed.clear()
 
     # Called by BlockSchedulerMixin -----------------------------------------------------------------------------
 
-    def end_pass(self, scheduled: Container[str]) -> None:
-        """Drops the references that requests took in the pass without being scheduled in it.
+    def end_pass(self, scheduled: Container[str], encoder_inputs: dict[str, list[int]]) -> None:
+        """Undoes what requests did in the pass that are not part of its step after all.
 
-        `scheduled` holds the request ids of the pass. A request that has to wait must not keep blocks that a running
-        one needs.
+        Args:
+            scheduled: ids of the requests in the step.
+            encoder_inputs: what the step encodes, input ids by request id; may get an entry more, see below.
+
+        A request that took a reference and was then not scheduled drops it: what waits must not hold what runs.
+
+        A request that reserved an item and was preempted later in the pass will not encode it. If a request in the
+        step reads the item, that one encodes it instead; otherwise the reservation is rolled back.
         """
-        if not self._taken:
-            return
-        for request, key in self._taken:
-            held = self._inputs.get(request.request_id, ())
-            if request.request_id not in scheduled:
-                self.stats.hits -= 1
-                for other in [i for i in held if request.mm_features[i].identifier == key]:
-                    self.free_encoder_input(request, other)
+        readers = {}
+        for request, input_id in self._taken:
+            key = request.mm_features[input_id].identifier
+            if request.request_id in scheduled:
+                readers[key] = request.request_id, input_id
+                continue
+            self.stats.hits -= 1
+            for held in sorted(self._inputs.get(request.request_id, ())):
+                if request.mm_features[held].identifier == key:
+                    self.free_encoder_input(request, held)
+        for request, input_id in self._reserved:
+            if input_id not in encoder_inputs.get(request.request_id, ()):
+                self._encode_elsewhere_or_roll_back(request.mm_features[input_id].identifier, readers, encoder_inputs)
         self._taken.clear()
+        self._reserved.clear()
+
+    def _encode_elsewhere_or_roll_back(
+        self, key: str, readers: dict[str, tuple[str, int]], encoder_inputs: dict[str, list[int]]
+    ) -> None:
+        if key in readers:
+            request_id, input_id = readers[key]
+            encoder_inputs.setdefault(request_id, []).append(input_id)
+            return
+        self.stats.misses -= 1
+        self._journal.record_eviction(self._pool.roll_back(key))
+
+    def _note_eviction(self, item: PoolItem) -> None:
+        self.stats.evictions += 1
+        self._freed.append(item.key)
+        self._journal.record_eviction(item)
 
     def acknowledge(self, metadata: BlockCacheMetadata) -> None:
         """The step that `metadata` belongs to has come back from the workers."""

@@ -5,8 +5,6 @@ import logging
 from importlib import metadata
 from typing import Any
 
-from vllm_neuron_cache.config import is_enabled
-
 logger = logging.getLogger("vllm.neuron_cache")
 
 SUPPORTED_VLLM = ((0, 29), (0, 32))
@@ -31,16 +29,17 @@ def register() -> None:
             *(".".join(map(str, bound)) for bound in SUPPORTED_VLLM),
         )
         return
+    # Only now: it imports parts of vLLM that another version may not have.
+    from vllm_neuron_cache.integrations.vllm import activation
+
     create = EngineArgs.create_engine_config
     if getattr(create, "_neuron_cache", False):
         return
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_enabled(self.additional_config):
+        if not activation.is_requested(self):
             return create(self, *args, **kwargs)
-        from vllm_neuron_cache.integrations.vllm import activation
-
         activation.validate(self.additional_config)
         vllm_config = create(self, *args, **kwargs)
         activation.activate(vllm_config)

@@ -6,6 +6,7 @@ import torch
 from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, ReadWindow
@@ -22,6 +23,10 @@ _PROBES = {
     "image": ImageDummyOptions(count=1, width=64, height=64),
     "video": VideoDummyOptions(count=1, num_frames=2, width=64, height=64),
 }
+
+
+# Ways of merging that amount to overwriting placeholder rows, and the same rows of each deepstack level's buffer.
+_KNOWN_MERGES = (SupportsMultiModal.embed_input_ids, Qwen3VLForConditionalGeneration.embed_input_ids)
 
 
 class BlockRunnerMixin:
@@ -90,6 +95,8 @@ class BlockRunnerMixin:
         self, scheduler_output: Any, shift_computed_tokens: int = 0
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Plans the step's reads. Returns no embeddings, so that the model embeds text alone."""
+        # Only a drafter reads ahead, and speculative decoding is refused at start-up.
+        assert not shift_computed_tokens, shift_computed_tokens
         num_step_tokens = scheduler_output.total_num_scheduled_tokens
         windows = self._read_windows(scheduler_output)
         if not windows:
@@ -153,14 +160,14 @@ class BlockRunnerMixin:
     @torch.inference_mode()
     def _measure_encoder_width(self) -> int:
         """Elements in a row of the encoder's output, from running it on the smallest input of one modality."""
-        modalities = [modality for modality in _PROBES if modality in self.mm_budget.mm_max_toks_per_item]
-        if not modalities:
+        allowed = list(self.mm_budget.mm_max_toks_per_item)
+        if not allowed or any(modality not in _PROBES for modality in allowed):
             raise ConfigurationError(
                 f"the encoder cache serves {' and '.join(_PROBES)} items, and this engine allows "
-                f"{', '.join(self.mm_budget.mm_max_toks_per_item) or 'none'} (limit_mm_per_prompt). Allow one of them, "
-                "or remove the vllm_neuron_cache key."
+                f"{', '.join(allowed) or 'none'}. Set the others to 0 in limit_mm_per_prompt, or remove the "
+                "vllm_neuron_cache key."
             )
-        modality = modalities[0]
+        modality = allowed[0]
         limits = self.model_config.multimodal_config.limit_per_prompt
         configured = limits.get(modality)
         limits[modality] = _PROBES[modality]
@@ -179,8 +186,7 @@ class BlockRunnerMixin:
         width = self.inputs_embeds_size
         num_levels = len(getattr(model, "deepstack_input_embeds", ()))
         self._has_deepstack = num_levels > 0
-        merges_by_default = type(model).embed_input_ids is SupportsMultiModal.embed_input_ids
-        if not (self._has_deepstack or merges_by_default):
+        if type(model).embed_input_ids not in _KNOWN_MERGES:
             raise ConfigurationError(
                 f"{type(model).__name__} merges embeddings in a way of its own, which the encoder cache does not know. "
                 "Remove the vllm_neuron_cache key to serve it with vLLM's own cache."

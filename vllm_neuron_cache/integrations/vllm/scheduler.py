@@ -18,7 +18,7 @@ class BlockSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)
-        self.encoder_cache_manager.end_pass(output.num_scheduled_tokens)
+        self.encoder_cache_manager.end_pass(output.num_scheduled_tokens, output.scheduled_encoder_inputs)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
