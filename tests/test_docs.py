@@ -58,7 +58,8 @@ def test_the_server_test_uses_the_documented_configuration():
 
 
 @pytest.mark.vllm
-def test_the_python_example_runs(checkpoint):
+def test_the_python_example_runs(checkpoint, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in seconds
     (example,) = code_blocks("python")
     names: dict = {"MODEL": str(checkpoint)}
     exec(

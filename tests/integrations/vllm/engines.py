@@ -41,7 +41,10 @@ def serve(
 
 
 def start(checkpoint: Path, cache: dict | None, **arguments: Any) -> Any:
-    """An `OfflineEngine`; imported here, so that collecting the tests needs no vLLM."""
+    """An `OfflineEngine`; imported here, so that collecting the tests needs no vLLM.
+
+    Tests that can should keep the sizes below: engines of one geometry share what inductor has compiled.
+    """
     from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
 
-    return OfflineEngine(checkpoint, cache=cache, **({"max_model_len": 4096} | arguments))
+    return OfflineEngine(checkpoint, cache=cache, **({"max_model_len": 4096, "max_num_batched_tokens": 4096} | arguments))

@@ -36,7 +36,7 @@ def test_encoder_runs_are_those_of_the_reference_under_eviction(checkpoint, bloc
         "enable_prefix_caching": False,
     }
     stock = start(checkpoint, None, **arguments)
-    blocks = start(checkpoint, {"encoder_cache_block_size": block_size}, **arguments)
+    blocks = start(checkpoint, {"encoder_cache_block_size": block_size, "lane": "eager"}, **arguments)
     geometry = blocks.manager.geometry
     assert geometry.num_item_blocks == num_blocks
     results = list(compare(stock, blocks, random_requests(40, most), media, max_tokens=4))
@@ -93,7 +93,7 @@ def test_a_reset_encodes_again_and_gives_the_same_tokens(checkpoint):
 def test_every_layout_on_scheduler_and_worker_is_the_same(checkpoint):
     """Block tables travel; nothing is derived twice."""
     media = small_media()
-    engine = start(checkpoint, {"encoder_cache_block_size": 32}, max_num_batched_tokens=4096)
+    engine = start(checkpoint, {"encoder_cache_block_size": 32, "lane": "eager"})
     requests = [MediaRequest(images=("chelsea", "china")), MediaRequest(clip=True)]
     engine.generate([engine_prompt(request, media) for request in requests], max_tokens=2)
     table = engine.runner.encoder_runtime.blocks.table
