@@ -47,4 +47,6 @@ def start(checkpoint: Path, cache: dict | None, **arguments: Any) -> Any:
     """
     from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
 
-    return OfflineEngine(checkpoint, cache=cache, **({"max_model_len": 4096, "max_num_batched_tokens": 4096} | arguments))
+    return OfflineEngine(
+        checkpoint, cache=cache, **({"max_model_len": 4096, "max_num_batched_tokens": 4096} | arguments)
+    )

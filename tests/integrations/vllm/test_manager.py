@@ -278,6 +278,17 @@ def test_an_id_sent_again_with_media_of_another_size_is_encoded_again():
     assert cache.stats.evictions == 1
 
 
+def test_an_id_sent_again_with_another_video_gets_the_other_videos_layout():
+    cache = manager(num_item_blocks=8)
+    first = request("first", ("id", 6), masks={"id": [True, True, True, False] * 2})
+    second = request("second", ("id", 4), masks={"id": [True, True, False] * 2})
+    assert encode(cache, first) == [0]
+    for index in list(cache.get_cached_input_ids(first)):
+        cache.free_encoder_input(first, index)  # the request itself lives on
+    assert encode(cache, second) == [0]
+    assert cache.pool.get("id").layout.tokens_per_block == (4,)
+
+
 NAMES = ("a", "b", "c", "d", "e")
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 7}
 CAPACITY = 8

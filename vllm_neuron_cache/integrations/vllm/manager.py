@@ -239,7 +239,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         if feature.modality != "video" or mask is None:
             return self._item_layout(feature, ())
         layout = self._frame_layouts.get(feature.identifier)
-        if layout is None:
+        if layout is None or layout.num_tokens != feature.mm_position.get_num_embeds():
             layout = self._frame_layouts[feature.identifier] = self._item_layout(feature, mask_runs(mask.numpy()))
         return layout
 
