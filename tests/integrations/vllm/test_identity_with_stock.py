@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from engines import mixed_requests, serve, small_media, start
 
 pytestmark = pytest.mark.vllm
@@ -55,3 +56,17 @@ def test_tokens_are_those_of_stock(checkpoint, prefix_caching, chunked, compiled
     assert stats["rows_read"] > 0
     assert stats["recompiles_after_warmup"] == 0
     assert (stats["graphs_compiled"] > 0) == (not eager_lane)
+
+
+def test_tokens_are_those_of_stock_in_bfloat16_and_fine_blocks(checkpoint):
+    media, requests = small_media(), mixed_requests()
+    arguments = {"dtype": "bfloat16", "max_num_batched_tokens": 512}
+    stock = start(checkpoint, None, **arguments)
+    expected = serve(stock, requests, media)
+    stock.close()
+    ours = start(checkpoint, {"encoder_cache_block_size": 16, "lane": "eager"}, **arguments)
+    assert ours.runner.encoder_runtime.blocks.buffer.dtype is torch.bfloat16
+    tokens = serve(ours, requests, media)
+    ours.manager.check_integrity()
+    ours.close()
+    assert tokens == expected
