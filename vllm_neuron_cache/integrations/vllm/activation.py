@@ -44,7 +44,7 @@ def activate(vllm_config: VllmConfig) -> None:
     Raises `ConfigurationError` for a combination that it cannot serve.
     """
     model_config = vllm_config.model_config
-    if not MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config) or model_config.is_encoder_decoder:
+    if not _takes_multimodal_input(model_config) or model_config.is_encoder_decoder:
         kind = "is an encoder-decoder model" if model_config.is_encoder_decoder else "takes no multimodal input here"
         logger.warning("Encoder cache: %s %s; vLLM's own cache stays.", model_config.model, kind)
         return
@@ -53,6 +53,12 @@ def activate(vllm_config: VllmConfig) -> None:
     _set_scheduler(vllm_config)
     _set_worker(vllm_config)
     resolve_geometry(vllm_config)
+
+
+def _takes_multimodal_input(model_config: Any) -> bool:
+    if hasattr(type(model_config), "supports_multimodal_inputs"):  # vLLM 0.31 and later
+        return model_config.supports_multimodal_inputs
+    return MULTIMODAL_REGISTRY.supports_multimodal_inputs(model_config)
 
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
