@@ -207,3 +207,17 @@ def test_an_unsupported_vllm_is_a_warning_and_stays_untouched():
     assert result.returncode == 0, result.stderr
     assert "True" in result.stdout
     assert "outside the supported" in result.stderr + result.stdout
+
+
+def test_a_vllm_that_lacks_a_hook_is_a_warning_and_stays_untouched():
+    result = in_a_new_process(
+        "import logging, sys; logging.basicConfig()\n"
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "before = EngineArgs.create_engine_config\n"
+        "sys.modules['vllm.multimodal.encoder_budget'] = None\n"
+        "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
+        "register(); print(EngineArgs.create_engine_config is before)"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "True" in result.stdout
+    assert "lacks a hook" in result.stderr + result.stdout

@@ -29,8 +29,12 @@ def register() -> None:
             *(".".join(map(str, bound)) for bound in SUPPORTED_VLLM),
         )
         return
-    # Only now: it imports parts of vLLM that another version may not have.
-    from vllm_neuron_cache.integrations.vllm import activation
+    try:
+        # Only now: it imports parts of vLLM that another version, or a vendor's build, may not have.
+        from vllm_neuron_cache.integrations.vllm import activation
+    except ImportError as error:
+        logger.warning("vllm_neuron_cache: this vLLM lacks a hook (%s); the encoder cache is off.", error)
+        return
 
     create = EngineArgs.create_engine_config
     if getattr(create, "_neuron_cache", False):
