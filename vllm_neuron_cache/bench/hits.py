@@ -9,31 +9,21 @@ import numpy as np
 
 from vllm_neuron_cache.bench.hooks import HookTimer
 from vllm_neuron_cache.bench.race import bootstrap_upper
-from vllm_neuron_cache.demo.comparison import load_media, warm_up
+from vllm_neuron_cache.demo.comparison import load_media, start_pair
 from vllm_neuron_cache.demo.media import LARGEST_PHOTOGRAPH, PHOTOGRAPHS
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 
-MIN_PAIRS = 200
-
 
 def bench_hits(
-    checkpoint: Path, *, pairs: int = MIN_PAIRS, step: Callable[[str], None], advance: Callable[[], None]
+    checkpoint: Path, *, pairs: int, step: Callable[[str], None], advance: Callable[[], None]
 ) -> dict[str, Any]:
     """Runs everything and returns it as the documented JSON.
 
     A hit is an image whose entry is resident while the KV prefix misses: every prompt begins with a text of its own.
     """
-    from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
-
     media = load_media()
-    arguments = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
-    step("Starting stock vLLM")
-    stock = OfflineEngine(checkpoint, cache=None, **arguments)
-    step("Starting vLLM with the encoder cache")
-    blocks = OfflineEngine(checkpoint, cache={}, **arguments)
-    step("Warming up")
+    stock, blocks = start_pair(checkpoint, {}, media, step)
     for engine in (stock, blocks):
-        warm_up(engine, media)
         for name in PHOTOGRAPHS:
             _ttft_ms(engine, media, name, "first")
         for number in range(10):

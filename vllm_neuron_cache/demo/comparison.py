@@ -1,7 +1,7 @@
 """Runs the same requests through stock vLLM and through the cache, and says what each did."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,23 @@ def warm_up(engine: Any, media: Media) -> None:
     engine.llm.reset_prefix_cache()
     engine.llm.reset_mm_cache()
     engine.llm.llm_engine.reset_encoder_cache()
+
+
+def start_pair(
+    checkpoint: Path, cache: Mapping[str, Any], media: Media, step: Callable[[str], None]
+) -> tuple[Any, Any]:
+    """Stock vLLM and vLLM with the cache, configured by `cache`, alike otherwise and warm. Close both."""
+    from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
+
+    arguments = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
+    step("Starting stock vLLM")
+    stock = OfflineEngine(checkpoint, cache=None, **arguments)
+    step("Starting vLLM with the encoder cache")
+    blocks = OfflineEngine(checkpoint, cache=cache, **arguments)
+    step("Warming up")
+    warm_up(stock, media)
+    warm_up(blocks, media)
+    return stock, blocks
 
 
 def expected_encoder_runs(
@@ -150,21 +167,14 @@ def run_demo(
     """The whole demo. `step` hears what begins, `done` each result as it comes."""
     # Here and not above: torch and vLLM take seconds to import and read their settings when they do.
     from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
-    from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine, placeholder_tokens
+    from vllm_neuron_cache.integrations.vllm.offline import placeholder_tokens
 
     step("Loading photographs and the clip")
     media = load_media()
     lane = "inductor" if compiler_available() else "eager"
     if lane == "eager":
         step("No C++ compiler here: the graphs run uncompiled")
-    arguments = {"max_model_len": 8192, "max_num_batched_tokens": 8192}
-    step("Starting stock vLLM")
-    stock = OfflineEngine(checkpoint, cache=None, **arguments)
-    step("Starting vLLM with the encoder cache")
-    blocks = OfflineEngine(checkpoint, cache={"lane": lane}, **arguments)
-    step("Warming up")
-    warm_up(stock, media)
-    warm_up(blocks, media)
+    stock, blocks = start_pair(checkpoint, {"lane": lane}, media, step)
     hits_before = blocks.manager.stats.hits
     processor_hits_before = blocks.metric("vllm:mm_cache_hits")
     step("Serving requests")

@@ -194,30 +194,24 @@ def test_without_vllm_the_plugin_warns_and_does_not_crash():
     assert "the encoder cache is off" in result.stderr
 
 
-def test_an_unsupported_vllm_is_a_warning_and_stays_untouched():
-    result = in_a_new_process(
-        "import logging; logging.basicConfig()\n"
-        "import vllm\n"
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "vllm.__version__ = '0.99.0'\n"
-        "before = EngineArgs.create_engine_config\n"
-        "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
-        "register(); print(EngineArgs.create_engine_config is before)"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "True" in result.stdout
-    assert "outside the supported" in result.stderr + result.stdout
-
-
-def test_a_vllm_that_lacks_a_hook_is_a_warning_and_stays_untouched():
+@pytest.mark.parametrize(
+    ("damage", "warning"),
+    [
+        ("vllm.__version__ = '0.99.0'", "outside the supported"),
+        ("sys.modules['vllm.multimodal.encoder_budget'] = None", "lacks a hook"),
+    ],
+    ids=["unsupported version", "hook missing"],
+)
+def test_a_vllm_that_cannot_be_served_is_a_warning_and_stays_untouched(damage, warning):
     result = in_a_new_process(
         "import logging, sys; logging.basicConfig()\n"
+        "import vllm\n"
         "from vllm.engine.arg_utils import EngineArgs\n"
+        f"{damage}\n"
         "before = EngineArgs.create_engine_config\n"
-        "sys.modules['vllm.multimodal.encoder_budget'] = None\n"
         "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
         "register(); print(EngineArgs.create_engine_config is before)"
     )
     assert result.returncode == 0, result.stderr
     assert "True" in result.stdout
-    assert "lacks a hook" in result.stderr + result.stdout
+    assert warning in result.stderr + result.stdout
