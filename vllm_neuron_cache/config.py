@@ -34,19 +34,14 @@ class EncoderNeuronConfig:
     """A floor under the derived number of blocks, scratch block included. None derives it alone."""
 
     encoder_cache_min_hold_time_ms: int | None = None
-    """Minimum age of a freed block before reuse. Only 0 (also what None means) while every reader is in-process."""
+    """Milliseconds that a block which an item gave up waits before reuse, for readers in other processes.
+    None means 0 while every reader is in-process."""
 
     def __post_init__(self) -> None:
         name = ENCODER_NAMESPACE
         _require_int(name, "encoder_attention_block_size", self.encoder_attention_block_size, 1)
         _require_int(name, "encoder_cache_num_blocks", self.encoder_cache_num_blocks, 2, optional=True)
         _require_int(name, "encoder_cache_min_hold_time_ms", self.encoder_cache_min_hold_time_ms, 0, optional=True)
-        if self.encoder_cache_min_hold_time_ms:
-            raise ConfigurationError(
-                f"{name}.encoder_cache_min_hold_time_ms is {self.encoder_cache_min_hold_time_ms}; a hold "
-                "time guards blocks that another process reads, and this version has no such readers. Remove the key "
-                "or set it to 0."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def counts(pool):
 
 
 def snapshot(pool):
-    return copy.deepcopy({slot: value for slot, value in vars(pool).items()})
+    return copy.deepcopy(vars(pool) | {"_held": vars(pool._held), "_leases": vars(pool._leases)})
 
 
 # States --------------------------------------------------------------------------------------------------------
