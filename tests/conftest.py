@@ -19,3 +19,9 @@ def checkpoint():
     from vllm_neuron_cache.demo.checkpoint import build_checkpoint
 
     return build_checkpoint()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--soak-minutes", type=float, default=1.0, help="how long tests/integrations/vllm/test_soak.py runs"
+    )

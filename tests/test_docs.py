@@ -103,3 +103,14 @@ def test_names_of_classes_in_the_documents_exist():
     for document in DOCUMENTS:
         for name in re.findall(r"`([A-Z][a-z]+[A-Z]\w+)`", document.read_text()):
             assert re.search(rf"\b{name}\b", sources), f"{document.name} names {name}"
+
+
+def test_the_fault_tables_are_those_that_the_tests_check():
+    import sys
+
+    sys.path.insert(0, str(ROOT / "tests/integrations/vllm"))
+    from matrix import expected_tables
+
+    text = (ROOT / "docs/faults.md").read_text()
+    for table in expected_tables():
+        assert table in text

@@ -159,8 +159,44 @@ def test_output_of_the_wrong_size_is_refused_and_nothing_becomes_readable(eager_
     eager_side.step()
     with pytest.raises(EncoderOutputError, match=f"item image.*{numbers}"):
         eager_side.runtime.write("image", torch.zeros(shape))
-    with pytest.raises(EncoderCacheReadError, match=r"request request: item image.*not written"):
+    with pytest.raises(EncoderOutputError, match=f"item image.*{numbers}") as caught:
         eager_side.read([whole("image", 40)])
+    assert (caught.value.request_id, caught.value.key) == ("request", "image")
+    eager_side.runtime.check_integrity()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("row", [0, 39])
+def test_output_that_is_not_finite_is_refused_and_the_row_is_named(eager_side, value, row):
+    eager_side.reserve("image", 40)
+    eager_side.step()
+    output = output_of(40, 1)
+    output[row, -1] = value
+    with pytest.raises(EncoderOutputError, match=f"item image: 1 of the 40 rows .* row {row}$"):
+        eager_side.runtime.write("image", output)
+    assert eager_side.runtime.stats().items_written == 0
+
+
+def test_rows_whose_sum_alone_overflows_are_written(eager_side):
+    eager_side.reserve("image", 40)
+    eager_side.step()
+    eager_side.runtime.write("image", torch.full_like(output_of(40, 1), 3e38))
+    assert eager_side.runtime.stats().items_written == 1
+
+
+def test_an_item_that_failed_can_be_written_when_it_is_reserved_again(eager_side):
+    eager_side.reserve("image", 128)
+    eager_side.step()
+    eager_side.runtime.fail("image", "item image: the encoder raised")
+    with pytest.raises(EncoderOutputError, match="the encoder raised"):
+        eager_side.read([whole("image", 128)])
+    eager_side.runtime.fail("stranger", "not there: nothing to mark")
+    eager_side.reserve("other", 128)  # takes the blocks
+    eager_side.step()
+    eager_side.reserve("image", 128)
+    eager_side.step()
+    eager_side.runtime.write("image", output_of(128, 2))
+    eager_side.read([whole("image", 128)])
 
 
 def test_output_without_blocks_is_refused(eager_side):
@@ -175,7 +211,7 @@ def test_an_evicted_item_cannot_be_read_and_its_rows_are_the_new_owners(eager_si
     eager_side.reserve("new", 128)
     eager_side.step()
     eager_side.runtime.write("new", output_of(128, 2))
-    with pytest.raises(EncoderCacheReadError, match=r"item old has no entry"):
+    with pytest.raises(EncoderCacheReadError, match=r"item old, 128 rows by its placeholder, has no entry"):
         eager_side.read([whole("old", 128)])
     assert torch.equal(eager_side.read([whole("new", 128)])[:128], output_of(128, 2))
 

@@ -4,6 +4,9 @@ A message says what is wrong, the sizes involved and the remedy. Classes that re
 change are also `ValueError`, so that code that knows nothing of this package still treats them as bad input.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 
 class NeuronCacheError(Exception):
     """Base class of every error that this package raises."""
@@ -13,12 +16,35 @@ class ConfigurationError(NeuronCacheError, ValueError):
     """A configuration value, or a combination of them, that cannot work. Raised at start-up, never in a step."""
 
 
-class EncoderCacheReadError(NeuronCacheError):
+class ItemTooLargeError(NeuronCacheError, ValueError):
+    """An item of a request needs more rows or blocks than the cache can ever give. The request is not queued."""
+
+
+class ItemIdReusedError(NeuronCacheError, ValueError):
+    """A client sent an id of its own again with media of another size. The request is not queued."""
+
+
+class RequestError(NeuronCacheError):
+    """Ends one request and no other. Its text reaches the client with the name of its class before it."""
+
+    def __init__(self, message: str, *, request_id: str = "", key: str = "") -> None:
+        """`request_id` and `key` name the request and the item concerned, where they are known."""
+        super().__init__(message)
+        self.request_id = request_id
+        self.key = key
+
+    @property
+    def text(self) -> str:
+        """Class and message, as `request_error` reads them."""
+        return f"{type(self).__name__}: {self}"
+
+
+class EncoderCacheReadError(RequestError):
     """A scheduled item cannot be read: its entry is missing, unwritten, or of another size than its placeholder."""
 
 
-class EncoderOutputError(NeuronCacheError):
-    """The encoder returned rows that do not fit the entry reserved for them (count, width or rank)."""
+class EncoderOutputError(RequestError):
+    """The encoder raised, or returned rows that do not fit the entry reserved for them (count, width, rank, NaN)."""
 
 
 class StepProtocolError(NeuronCacheError):
@@ -39,3 +65,25 @@ class IntegrityError(NeuronCacheError):
 
 class DemoError(NeuronCacheError):
     """The demo or a benchmark cannot run here (something is not installed, or a file is missing)."""
+
+
+def request_error(text: object) -> RequestError | None:
+    """The error whose `RequestError.text` this is, or None for anything else (`stop_reason` has many uses)."""
+    name, separator, message = text.partition(": ") if isinstance(text, str) else ("", "", "")
+    for cls in (EncoderCacheReadError, EncoderOutputError):
+        if separator and name == cls.__name__:
+            return cls(message)
+    return None
+
+
+def raise_request_errors(request_outputs: Iterable[Any]) -> None:
+    """Raises the first `RequestError` among what vLLM's `LLM.generate` returned. Does nothing if none failed.
+
+    vLLM itself reports a failed request as an output with `finish_reason` "error" and the text in `stop_reason`.
+    """
+    for request_output in request_outputs:
+        for output in request_output.outputs:
+            error = request_error(output.stop_reason) if output.finish_reason == "error" else None
+            if error is not None:
+                error.request_id = request_output.request_id
+                raise error

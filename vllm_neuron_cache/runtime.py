@@ -9,6 +9,7 @@ from vllm_neuron_cache.encoder_cache.blocks import EncoderCacheBlocks
 from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, ReadPlanner, ReadWindow
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import EncoderCacheStep
+from vllm_neuron_cache.errors import EncoderOutputError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.lanes import Lane
 from vllm_neuron_cache.graphs.merge import merge_rows_spec
@@ -111,12 +112,23 @@ class EncoderCacheRuntime:
         """Writes an encoder output `[num_tokens, fat_dim]` into the blocks reserved for `key`.
 
         Raises `EncoderOutputError` if there is no entry for `key` or the output does not fit it; nothing is written
-        then.
+        then, and the entry is marked as failed.
         """
-        self._writer.write(key, output)
+        try:
+            self._writer.write(key, output)
+        except EncoderOutputError as error:
+            self.fail(key, str(error))
+            raise
+
+    def fail(self, key: str, failure: str) -> None:
+        """Notes that the item has no rows, and why. Whoever reads it gets an `EncoderOutputError` with that message."""
+        entry = self.blocks.table.get(key)
+        if entry is not None:
+            self.blocks.table.mark_failed(entry, failure)
 
     def plan_reads(self, windows: Sequence[ReadWindow], num_step_tokens: int) -> ReadPlan:
-        """Row lists for a step. Raises `EncoderCacheReadError`, naming request and item, if a window cannot be read."""
+        """Row lists for a step. Raises `EncoderCacheReadError` or `EncoderOutputError`, naming request and item, if a
+        window cannot be read."""
         return self._planner.plan(windows, num_step_tokens, self.blocks.table)
 
     def merge(self, plan: ReadPlan) -> None:

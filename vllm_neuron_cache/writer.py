@@ -78,7 +78,7 @@ class EncoderCacheWriter:
         entry = self._blocks.table.get(key)
         if entry is None:
             raise EncoderOutputError(
-                f"item {key}: the encoder returned {list(output.shape)} and no blocks are reserved"
+                f"item {key}: the encoder returned {list(output.shape)} and no blocks are reserved", key=key
             )
         self._blocks.check_output(entry, output)
         self._stamp_blocks(entry, EMPTY_TAG, 0)

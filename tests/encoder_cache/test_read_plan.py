@@ -18,7 +18,7 @@ from vllm_neuron_cache.encoder_cache.read_plan import (
 )
 from vllm_neuron_cache.encoder_cache.steps import Allocation, EncoderCacheStep, StepDelta
 from vllm_neuron_cache.encoder_cache.table import EntryTable
-from vllm_neuron_cache.errors import EncoderCacheReadError
+from vllm_neuron_cache.errors import EncoderCacheReadError, StepProtocolError
 
 NUM_ITEM_BLOCKS = 24
 DUMMY_ROW = 64
@@ -375,7 +375,7 @@ def test_an_entry_that_was_not_written_is_refused_by_request_and_item():
 def test_an_entry_of_another_size_than_its_placeholder_is_refused_with_both_counts(num_tokens):
     message = refusal([window(num_tokens=num_tokens, count=4, request="r7")], 10)
     assert "request r7" in message and "item a" in message
-    assert "has 10 rows in the encoder cache" in message and f"{num_tokens} in the prompt" in message
+    assert "has 10 rows in the encoder cache" in message and f"{num_tokens} rows by its placeholder" in message
 
 
 @pytest.mark.parametrize("position", [0, 1, 9])
@@ -421,11 +421,12 @@ def test_an_item_that_reaches_past_the_step_is_refused_with_the_steps_length(num
 )
 def test_a_window_that_reaches_outside_its_item_or_the_step_is_named(outside):
     message = refusal([window(request="r7", **outside)], 16)
-    assert "request r7" in message and "item a" in message and "do not fit" in message
+    assert "request r7" in message and "item a" in message and "does not fit" in message
 
 
 def test_a_step_longer_than_the_planner_was_made_for_is_refused():
-    assert f"{DUMMY_ROW + 1} token rows" in refusal([window()], DUMMY_ROW + 1)
+    with pytest.raises(StepProtocolError, match=f"{DUMMY_ROW + 1} token rows"):
+        make_planner(4).plan([window()], DUMMY_ROW + 1, dense_table())
 
 
 def test_the_item_that_does_not_fit_is_named_and_not_the_one_before():

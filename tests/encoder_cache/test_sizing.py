@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.item import item_layout
-from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry, num_blocks_needed
 from vllm_neuron_cache.errors import ConfigurationError
 
 
@@ -68,19 +68,20 @@ def test_a_configured_number_of_blocks_is_a_floor_with_the_scratch_block_in_it(f
     assert geometry_of(config_of(floor=floor), budget=4096).num_blocks == num_blocks
 
 
-@pytest.mark.parametrize("exact", [9, 10, 500])
-def test_an_exact_number_of_blocks_is_taken_as_it_is(exact):
-    assert geometry_of(config_of(exact=exact), budget=4096).num_blocks == exact
+@pytest.mark.parametrize("exact", [2, 8, 9, 10, 500])
+@pytest.mark.parametrize("largest", [(), (100_000,)])
+def test_an_exact_number_of_blocks_is_taken_as_it_is_however_large_items_are(exact, largest):
+    assert geometry_of(config_of(exact=exact), budget=4096, largest=largest).num_blocks == exact
 
 
-@pytest.mark.parametrize("budget, largest", [(4096, ()), (512, (4000, 4096)), (4000, (4096,)), (4096, (1,))])
-def test_an_exact_number_below_the_largest_item_is_refused_and_the_remedy_works(budget, largest):
-    message = refusal(config_of(exact=8), budget=budget, largest=largest)
-    assert "encoder_cache_num_blocks_exact is 8" in message
-    assert "4096 token rows, 8 blocks of 512" in message
-    remedy = int(re.search(r"Give at least (\d+)", message)[1])
-    assert remedy == 9
-    assert geometry_of(config_of(exact=remedy), budget=budget, largest=largest).num_blocks == remedy
+@pytest.mark.parametrize(
+    "budget, largest, needed",
+    [(4096, (), 9), (512, (4000, 4096), 9), (4000, iter([4096]), 9), (4097, (1,), 10), (4096, (4097,), 10), (0, (), 2)],
+)
+def test_the_number_needed_is_what_is_derived_without_configuration(budget, largest, needed):
+    largest = list(largest)
+    assert num_blocks_needed(512, budget, iter(largest)) == needed
+    assert geometry_of(config_of(), budget=budget, largest=largest).num_blocks == needed
 
 
 @pytest.mark.parametrize("patches, merge_factor", [(2047, 4), (2050, 4), (1, 4), (2, 4), (10, 7), (1000, 16)])

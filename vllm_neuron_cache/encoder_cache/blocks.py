@@ -47,9 +47,21 @@ class EncoderCacheBlocks:
         return self.geometry.scratch_block_id * self.geometry.block_size
 
     def check_output(self, entry: Entry, output: torch.Tensor) -> None:
-        """Raises `EncoderOutputError` if an encoder output `[num_tokens, fat_dim]` does not fit its entry."""
+        """Raises `EncoderOutputError` if an encoder output `[num_tokens, fat_dim]` does not fit its entry, or holds
+        NaN or infinity."""
         if output.ndim != 2 or output.shape[0] != entry.num_tokens or output.shape[1] != self.fat_dim:
             raise EncoderOutputError(
                 f"item {entry.key}: the encoder returned {list(output.shape)}; its placeholder takes "
-                f"[{entry.num_tokens}, {self.fat_dim}] (tokens, width)"
+                f"[{entry.num_tokens}, {self.fat_dim}] (tokens, width)",
+                key=entry.key,
             )
+        # A sum is finite only if everything in it is, and takes a fraction of the time of looking at each element. One
+        # that overflows by itself is looked at more closely.
+        if not torch.isfinite(output.sum(dtype=torch.float32)):
+            bad_rows = (~torch.isfinite(output)).any(dim=1).nonzero().flatten().tolist()
+            if bad_rows:
+                raise EncoderOutputError(
+                    f"item {entry.key}: {len(bad_rows)} of the {entry.num_tokens} rows that the encoder returned hold "
+                    f"NaN or infinity, the first of them row {bad_rows[0]}",
+                    key=entry.key,
+                )

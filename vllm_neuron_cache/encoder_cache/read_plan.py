@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_neuron_cache.encoder_cache.table import EntryTable
-from vllm_neuron_cache.errors import EncoderCacheReadError
+from vllm_neuron_cache.errors import EncoderCacheReadError, EncoderOutputError, RequestError, StepProtocolError
 
 
 class ReadWindow(NamedTuple):
@@ -75,10 +75,12 @@ class ReadPlanner:
         """Resolves the windows of a step of `num_step_tokens` token rows. Overwrites the arrays of the plan before.
 
         Raises `EncoderCacheReadError` if an entry is missing, unwritten or of another size than the placeholder, if a
-        window reaches outside its item or the step, or if two windows fill one row of the step.
+        window reaches outside its item or the step, or if two windows fill one row of the step; `EncoderOutputError` if
+        the encoder failed on the item. Both name the request, so that the rest of the step can be planned without it.
+        Raises `StepProtocolError` for a step longer than any that was announced.
         """
         if num_step_tokens > self._dummy_row:
-            raise EncoderCacheReadError(f"the step has {num_step_tokens} token rows, the plan takes {self._dummy_row}")
+            raise StepProtocolError(f"the step has {num_step_tokens} token rows, the plan takes {self._dummy_row}")
         src_rows, dst_rows, positions = self._src_rows, self._dst_rows, self._positions
         is_embed = np.zeros(num_step_tokens, dtype=bool)
         end = 0
@@ -169,27 +171,37 @@ def row_lists(form: BlockPositions, *, sentinel: int) -> tuple[np.ndarray, np.nd
     return src_rows, form.encoder_positions[place, row]
 
 
-def _unreadable(window: ReadWindow, table: EntryTable) -> EncoderCacheReadError:
+def _unreadable(window: ReadWindow, table: EntryTable) -> RequestError:
     entry = table.get(window.key)
+    if entry is not None and entry.failure is not None:
+        return EncoderOutputError(entry.failure, request_id=window.request_id, key=window.key)
     if entry is None:
         what = "has no entry in the encoder cache"
     elif not entry.written:
         what = f"has an entry of {entry.num_tokens} rows that the encoder has not written"
     else:
-        what = f"has {entry.num_tokens} rows in the encoder cache and {window.num_tokens} in the prompt"
+        what = f"has {entry.num_tokens} rows in the encoder cache"
+    return _read_error(
+        window, f"{what}; rows {window.first_row} to {window.first_row + window.num_rows} were to be read"
+    )
+
+
+def _read_error(window: ReadWindow, what: str) -> EncoderCacheReadError:
     return EncoderCacheReadError(
-        f"request {window.request_id}: item {window.key} {what}; "
-        f"rows {window.first_row} to {window.first_row + window.num_rows} were to be read"
+        f"request {window.request_id}: item {window.key}, {window.num_tokens} rows by its placeholder, {what}",
+        request_id=window.request_id,
+        key=window.key,
     )
 
 
 def _outside(window: ReadWindow, num_step_tokens: int) -> EncoderCacheReadError:
     places = window.num_rows if window.mask is None else int(np.count_nonzero(window.mask))
     length = window.num_rows if window.mask is None else len(window.mask)
-    return EncoderCacheReadError(
-        f"request {window.request_id}: item {window.key}: rows {window.first_row} to "
-        f"{window.first_row + window.num_rows} of {window.num_tokens} are to fill {places} places among rows "
-        f"{window.step_position} to {window.step_position + length} of a step of {num_step_tokens}: they do not fit"
+    return _read_error(
+        window,
+        f"does not fit: its rows {window.first_row} to {window.first_row + window.num_rows} of {window.num_tokens} are "
+        f"to fill {places} places among rows {window.step_position} to {window.step_position + length} of a step of "
+        f"{num_step_tokens}",
     )
 
 
@@ -202,7 +214,8 @@ def _filled_twice(windows: Sequence[ReadWindow], num_step_tokens: int) -> Encode
         if (span & mask[: len(span)]).any():
             break
         span |= mask[: len(span)]
-    return EncoderCacheReadError(
-        f"request {window.request_id}: item {window.key} is to fill rows of the step, from row {window.step_position} "
-        f"on, that another item of the {len(windows)} in the step fills already"
+    return _read_error(
+        window,
+        f"is to fill rows of the step, from row {window.step_position} on, that another item of the {len(windows)} in "
+        "the step fills already",
     )

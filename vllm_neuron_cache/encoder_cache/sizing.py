@@ -43,7 +43,9 @@ def cache_geometry(
         encoder_cache_size: the scheduler's budget, in token rows.
         largest_item_tokens: token rows of the largest legal item of each modality.
 
-    Raises `ConfigurationError` when a size does not divide, or a fixed number of blocks is below what is needed.
+    A number fixed by `encoder_cache_num_blocks_exact` is taken as it is, also below `num_blocks_needed`.
+
+    Raises `ConfigurationError` when a size does not divide.
     """
     patches = config.encoder.encoder_attention_block_size
     if patches % merge_factor:
@@ -60,19 +62,21 @@ def cache_geometry(
             f"{', '.join(map(str, _divisors(encoder_block_size)))}."
         )
 
-    largest = max(largest_item_tokens, default=0)
-    # Every item that vLLM's own token check admits has to fit into an empty pool.
-    needed = max(num_dense_blocks(encoder_cache_size, block_size), num_dense_blocks(largest, block_size), 1) + 1
-    exact = config.encoder_cache_num_blocks_exact
-    if exact is not None and exact < needed:
-        raise ConfigurationError(
-            f"encoder_cache_num_blocks_exact is {exact}, of which one is the scratch block, and the largest item that "
-            f"vLLM admits here has {max(encoder_cache_size, largest)} token rows, {needed - 1} blocks of {block_size}. "
-            f"Give at least {needed}, or lower the largest item (max_num_batched_tokens, limit_mm_per_prompt, or the "
-            "processor's max_pixels)."
-        )
-    num_blocks = exact if exact is not None else max(needed, config.encoder.encoder_cache_num_blocks or 0)
+    if config.encoder_cache_num_blocks_exact is not None:
+        num_blocks = config.encoder_cache_num_blocks_exact
+    else:
+        needed = num_blocks_needed(block_size, encoder_cache_size, largest_item_tokens)
+        num_blocks = max(needed, config.encoder.encoder_cache_num_blocks or 0)
     return CacheGeometry(num_blocks=num_blocks, block_size=block_size, encoder_block_size=encoder_block_size)
+
+
+def num_blocks_needed(block_size: int, encoder_cache_size: int, largest_item_tokens: Iterable[int]) -> int:
+    """Blocks, scratch block included, with which every item that vLLM's own token check admits fits an empty pool.
+
+    The sizes are in token rows, as for `cache_geometry`. A pool of fewer blocks works, for smaller items.
+    """
+    largest = max(largest_item_tokens, default=0)
+    return max(num_dense_blocks(encoder_cache_size, block_size), num_dense_blocks(largest, block_size), 1) + 1
 
 
 def _near_multiple(value: int, factor: int) -> int:

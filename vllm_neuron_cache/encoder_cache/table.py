@@ -11,7 +11,7 @@ from vllm_neuron_cache.errors import IntegrityError, StepProtocolError
 
 @dataclass(kw_only=True, slots=True)
 class Entry:
-    """What the cache stores for one item. `written` is set by `EntryTable.mark_written` only."""
+    """What the cache stores for one item. Changed by `EntryTable.mark_written` and `mark_failed` only."""
 
     key: str
     generation: int
@@ -20,6 +20,8 @@ class Entry:
     rows: np.ndarray
     """int32 `[num_tokens]`: row of the flattened buffer for each token of the item."""
     written: bool = False
+    failure: str | None = None
+    """Why the item has no rows and will not get any: the message of an `EncoderOutputError`."""
 
     @property
     def num_tokens(self) -> int:
@@ -27,7 +29,7 @@ class Entry:
 
 
 class EntryTable:
-    """ABSENT -> ALLOCATED -> WRITTEN: a copy of the scheduler's decisions, one per worker rank.
+    """ABSENT -> ALLOCATED -> WRITTEN or FAILED: a copy of the scheduler's decisions, one per worker rank.
 
     The table decides nothing. Ranks that apply the same steps have equal tables.
     """
@@ -77,6 +79,11 @@ class EntryTable:
     def mark_written(self, entry: Entry) -> None:
         entry.written = True
 
+    def mark_failed(self, entry: Entry, failure: str) -> None:
+        """The entry stays, unreadable, until the scheduler frees it."""
+        entry.written = False
+        entry.failure = failure
+
     def clear(self) -> None:
         """Drops every entry. The steps go on where they were."""
         self._entries.clear()
@@ -103,6 +110,8 @@ class EntryTable:
                 if not 0 <= block < self._num_item_blocks:
                     raise IntegrityError(f"{key!r} has block {block}; items own 0 to {self._num_item_blocks - 1}")
                 owner[block] = key
+            if entry.written and entry.failure is not None:
+                raise IntegrityError(f"{key!r} is written and failed: {entry.failure}")
             counts = entry.tokens_per_block
             if len(counts) != len(entry.block_ids) or max(counts, default=0) > self._block_size:
                 raise IntegrityError(f"{key!r} has {counts} rows in blocks {entry.block_ids} of {self._block_size}")

@@ -1,10 +1,8 @@
 """With vLLM's asynchronous scheduler, which schedules a step before the one before it has come back."""
 
-import contextlib
-
 import numpy as np
 import pytest
-import torch
+from asynchrony import assert_asynchronous, asynchronous_scheduling
 from engines import PHOTOGRAPHS, mixed_requests, serve, small_media, start
 
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
@@ -12,61 +10,10 @@ from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 pytestmark = pytest.mark.vllm
 
 
-class Event:
-    """Stands for a device event: on the CPU everything has happened when it is recorded."""
-
-    def __init__(self, *args, **kwargs): ...
-
-    def record(self, *args): ...
-
-    def synchronize(self): ...
-
-    def wait(self, *args): ...
-
-    def query(self):
-        return True
-
-
-class Stream:
-    """Stands for a device stream."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *args, **kwargs): ...
-
-    def wait_stream(self, *args): ...
-
-    def synchronize(self): ...
-
-
 @pytest.fixture
-def asynchronous(monkeypatch):
-    """vLLM's CPU platform forces asynchronous scheduling off, for want of device events; both are put back here.
-
-    Execution stays synchronous: the order of scheduling and acknowledging is real, the overlap is not.
-    """
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    check = platform.check_and_update_config
-
-    def check_and_switch_on(vllm_config):
-        check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_switch_on))
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args, **kwargs: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext())
-
-
-def assert_asynchronous(engine) -> None:
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    assert isinstance(engine.scheduler, AsyncScheduler)
-    assert engine.llm.llm_engine.engine_core.engine_core.batch_queue_size > 1
+def asynchronous():
+    with asynchronous_scheduling():
+        yield
 
 
 def test_tokens_are_those_of_stock(checkpoint, asynchronous):

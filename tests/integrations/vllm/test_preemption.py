@@ -109,11 +109,13 @@ def test_an_abort_at_any_step_leaves_nothing(checkpoint, shared_engine, steps_be
     assert_nothing_left(engine)
 
 
-def test_an_id_used_again_for_media_of_another_size_is_encoded_again(checkpoint):
-    """With vLLM's processor cache off, a client's own id reaches the engine with other pixels."""
+def test_an_id_used_again_for_media_of_another_size_is_encoded_again_where_it_gets_through(checkpoint):
+    """The front end refuses it as long as it remembers the id. After that, and with vLLM's processor cache off, other
+    pixels reach the engine under the same id: neither encoder rows nor KV rows of before may be taken for them."""
     engine = start(checkpoint, {"lane": "eager"}, mm_processor_cache_gb=0, **ARGUMENTS)
 
     def ask(image, uuid):
+        engine.llm.llm_engine.renderer.__dict__.pop("_neuron_cache_ids", None)
         prompt = {
             "prompt": chat_prompt(IMAGE_PLACEHOLDER + "Describe."),
             "multi_modal_data": {"image": [image]},

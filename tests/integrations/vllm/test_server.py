@@ -1,17 +1,11 @@
 """The OpenAI server with the one key: base64 images over HTTP, the same tokens as stock, hits that skip the encoder."""
 
-import base64
-import io
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 
 import httpx
 import pytest
 from engines import small_media, start
+from servers import messages, serving
 
 pytestmark = pytest.mark.vllm
 
@@ -22,53 +16,9 @@ MAX_TOKENS = 12
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     """Base address of a server on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     log_path = tmp_path_factory.mktemp("server") / "log"
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(checkpoint), "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--enforce-eager", "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8"),
-        *("--kv-cache-memory-bytes", str(256 << 20), "--limit-mm-per-prompt", '{"image": 4, "video": 1}'),
-        *("--additional-config", ADDITIONAL_CONFIG),
-    ]
-    # The development endpoints give access to collective_rpc, and so to the worker's counters.
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            if process.poll() is not None:
-                pytest.fail(f"the server ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
-            try:
-                if httpx.get(f"{address}/health", timeout=1, trust_env=False).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.25)
-        else:
-            pytest.fail(f"the server did not start:\n{log_path.read_text()[-4000:]}")
+    with serving(checkpoint, log_path, additional_config=ADDITIONAL_CONFIG) as address:
         yield address
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def data_url(image) -> str:
-    png = io.BytesIO()
-    image.save(png, "PNG")  # lossless: the server sees the pixels that the offline engine saw
-    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
-
-
-def messages(images: list, text: str) -> list[dict]:
-    content = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in images]
-    return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
 
 
 def ask(server: str, images: list, text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """What the one key turns on: fills in manager, scheduler and worker of an engine's configuration."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -32,6 +33,11 @@ def is_requested(engine_args: Any) -> bool:
     )
 
 
+def uses_block_cache(vllm_config: VllmConfig) -> bool:
+    """Whether an engine has this cache. Another in the same process may have none."""
+    return vllm_config.ec_manager_config.encoder_cache_manager_cls == MANAGER_CLS
+
+
 def validate(additional_config: Any) -> None:
     """Raises `ConfigurationError` for what is wrong in our namespaces, before vLLM builds anything."""
     NeuronCacheConfig.from_additional_config(additional_config)
@@ -62,33 +68,37 @@ def _takes_multimodal_input(model_config: Any) -> bool:
 
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
-    parallel = vllm_config.parallel_config
-    multimodal = vllm_config.model_config.multimodal_config
-    refusals = (
-        (
-            parallel.pipeline_parallel_size > 1,
+    for what, remedy in _unsupported(vllm_config):
+        raise ConfigurationError(
+            f"the encoder cache does not work with {what} in this version. {remedy}, or remove the vllm_neuron_cache "
+            "key."
+        )
+
+
+def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """What is set and cannot be served, and what to do about it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        yield (
             f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})",
-        ),
-        (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "context parallelism",
-        ),
-        (vllm_config.speculative_config is not None, "speculative decoding (speculative_config)"),
-        (vllm_config.ec_transfer_config is not None, "encoder disaggregation (ec_transfer_config)"),
-        (vllm_config.model_config.enable_prompt_embeds, "prompt embeddings (enable_prompt_embeds)"),
-        (
-            bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False)),
-            "LoRA adapters on the encoder (enable_tower_connector_lora)",
-        ),
-        (bool(getattr(multimodal, "video_pruning_rate", None)), "video pruning (video_pruning_rate)"),
-    )
-    for unsupported, what in refusals:
-        if unsupported:
-            raise ConfigurationError(
-                f"the encoder cache does not work with {what} in this version. Remove that setting, or the "
-                "vllm_neuron_cache key."
-            )
+            "Set pipeline_parallel_size to 1",
+        )
+    for setting in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, setting, 1) > 1:
+            yield f"context parallelism ({setting}={getattr(parallel, setting)})", f"Set {setting} to 1"
+    if model.runner_type == "pooling":
+        # vLLM's front end cannot report one failed pooling request: it stops at an assertion, for all of them.
+        yield 'pooling models (runner="pooling")', 'Set runner to "generate"'
+    if vllm_config.use_v2_model_runner:
+        yield "vLLM's V2 model runner, which this engine chose", "Set VLLM_USE_V2_MODEL_RUNNER=0 to have V1"
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding (speculative_config)", "Remove speculative_config"
+    if vllm_config.ec_transfer_config is not None:
+        yield "encoder disaggregation (ec_transfer_config)", "Remove ec_transfer_config"
+    if model.enable_prompt_embeds:
+        yield "prompt embeddings (enable_prompt_embeds)", "Set enable_prompt_embeds to false"
+    if getattr(model.multimodal_config, "video_pruning_rate", None):
+        yield "video pruning (video_pruning_rate)", "Remove video_pruning_rate"
 
 
 def _set_manager(vllm_config: VllmConfig) -> None:

@@ -1,18 +1,26 @@
 """The cache's geometry, resolved once in the front end and carried to every process in vLLM's own configuration."""
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
+from vllm.multimodal.inputs import PlaceholderRange
 
 from vllm_neuron_cache.config import NeuronCacheConfig
-from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry, num_blocks_needed
+
+logger = init_logger("vllm.neuron_cache")
+
+_MAX_ITEM_TOKENS = "max_item_tokens"
 
 
 def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
     """The geometry that every process of this engine uses.
 
     The first call per engine derives it (which builds vLLM's multimodal budget once more) and leaves it in
-    `ec_manager_config.manager_config`; processes that get their configuration from there only read it.
+    `ec_manager_config.manager_config`; processes that get their configuration from there only read it. It warns if
+    the pool cannot hold every item that vLLM admits.
 
     Raises `ConfigurationError` for sizes that cannot work.
     """
@@ -25,11 +33,48 @@ def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
             encoder_cache_size=budget.encoder_cache_size,
             largest_item_tokens=budget.mm_max_toks_per_item.values(),
         )
+        _warn_if_too_small(geometry, budget)
         resolved.update(geometry._asdict())
+        resolved[_MAX_ITEM_TOKENS] = min(budget.encoder_compute_budget, budget.encoder_cache_size)
     return CacheGeometry(**{name: resolved[name] for name in CacheGeometry._fields})
+
+
+def max_item_tokens(vllm_config: VllmConfig) -> int:
+    """Token rows of the largest item that the scheduler can ever give to the encoder."""
+    resolve_geometry(vllm_config)
+    return vllm_config.ec_manager_config.manager_config[_MAX_ITEM_TOKENS]
+
+
+def placeholder_layout(modality: str, position: PlaceholderRange, geometry: CacheGeometry) -> ItemLayout:
+    """The layout of the item whose rows go to a placeholder: by frames for a video whose mask tells them, else dense.
+
+    Front end and scheduler derive the same, because the placeholder travels with the request. The item's data would
+    not do: it stays away when vLLM's processor cache knows the item.
+    """
+    frames = mask_runs(position.is_embed.numpy()) if modality == "video" and position.is_embed is not None else ()
+    return item_layout(
+        position.get_num_embeds(),
+        frames,
+        encoder_block_size=geometry.encoder_block_size,
+        block_size=geometry.block_size,
+        max_blocks=geometry.num_item_blocks,
+    )
 
 
 def merge_factor(vllm_config: VllmConfig) -> int:
     """Patches that the model's vision merger turns into one token; 1 for a model that does not merge."""
     vision_config = getattr(vllm_config.model_config.hf_config, "vision_config", None)
     return getattr(vision_config, "spatial_merge_size", 1) ** 2
+
+
+def _warn_if_too_small(geometry: CacheGeometry, budget: MultiModalBudget) -> None:
+    needed = num_blocks_needed(geometry.block_size, budget.encoder_cache_size, budget.mm_max_toks_per_item.values())
+    if geometry.num_blocks < needed:
+        logger.warning(
+            "Encoder cache: encoder_cache_num_blocks_exact is %d, and %d would hold every item that vLLM admits here. "
+            "Requests with an item of more than %d blocks (%d token rows) will be refused.",
+            geometry.num_blocks,
+            needed,
+            geometry.num_item_blocks,
+            geometry.num_item_blocks * geometry.block_size,
+        )

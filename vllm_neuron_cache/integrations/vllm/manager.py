@@ -1,6 +1,7 @@
 """vLLM's encoder-cache manager, accounting in blocks."""
 
-from collections.abc import Container
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -8,12 +9,14 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
-from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs, num_dense_blocks
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.encoder_cache.item import ItemLayout, num_dense_blocks
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool, ItemState, PoolItem
+from vllm_neuron_cache.encoder_cache.report import WorkerEntry, WorkerEpochs
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import StepJournal
 from vllm_neuron_cache.errors import ConfigurationError, IntegrityError
-from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
+from vllm_neuron_cache.integrations.vllm.geometry import placeholder_layout, resolve_geometry
 from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata
 
 
@@ -25,6 +28,8 @@ class ManagerStats:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    invalidations: int = 0
+    """Items whose write failed, or whose rows a worker could not find."""
 
     @property
     def queries(self) -> int:
@@ -50,14 +55,26 @@ class BlockEncoderCacheManager(EncoderCacheManager):
                 "vllm_neuron_cache.integrations.vllm.scheduler.block_scheduler, or turn everything on with "
                 "additional_config={'vllm_neuron_cache': {}}."
             )
-        return cls(resolve_geometry(vllm_config), cache_size)
+        config = NeuronCacheConfig.from_additional_config(vllm_config.additional_config)
+        return cls(
+            resolve_geometry(vllm_config), cache_size, min_hold_ms=config.encoder.encoder_cache_min_hold_time_ms or 0
+        )
 
-    def __init__(self, geometry: CacheGeometry, cache_size: int) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        cache_size: int,
+        *,
+        min_hold_ms: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`min_hold_ms` and `clock` as in `EncoderBlockPool`."""
         super().__init__(cache_size)
         self.geometry = geometry
         self.stats = ManagerStats()
-        self._pool = EncoderBlockPool(geometry.num_item_blocks)
+        self._pool = EncoderBlockPool(geometry.num_item_blocks, min_hold_ms=min_hold_ms, clock=clock)
         self._journal = StepJournal()
+        self.worker_epochs = WorkerEpochs()
         # Request id -> ids of its inputs that it refers to.
         self._inputs: dict[str, set[int]] = {}
         # What requests did in the pass that is being made: references taken and items reserved.
@@ -106,16 +123,17 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         homonym = self._pool.get(feature.identifier)
         if homonym is not None:
             # Of another size, or it would have been a hit. It has to go first, and waits for those who read it.
-            if homonym.state is not ItemState.EVICTABLE:
+            if homonym.state is ItemState.RESERVED or homonym.references:
                 return False
-            self._note_eviction(self._pool.evict(feature.identifier))
+            self._note_eviction(self._pool.invalidate(feature.identifier, last_step=self._last_step_made))
         num_blocks = self._num_blocks(feature) + self._num_pending_blocks(request, input_id, num_embeds_to_schedule)
         if not self._pool.can_reserve(num_blocks):
             return False
         if num_blocks > self._pool.num_free_blocks:
-            for item in self._pool.make_room(num_blocks):
+            for item in self._pool.make_room(num_blocks, last_step=self._last_step_made):
                 self._note_eviction(item)
-        return True
+        # Blocks that somebody may still be reading come free in a later pass.
+        return num_blocks <= self._pool.num_free_blocks
 
     def allocate(self, request: Request, input_id: int) -> None:
         """Reserves the item's blocks for the step that is being made. `can_allocate` has made the room."""
@@ -157,11 +175,11 @@ class BlockEncoderCacheManager(EncoderCacheManager):
 
     def get_manager_metadata(self) -> BlockCacheMetadata:
         """Closes the pass; vLLM calls it once per `schedule`, last."""
-        return BlockCacheMetadata(step=self._journal.close_step())
+        return BlockCacheMetadata(step=self._journal.close_step(), worker_epochs=self.worker_epochs)
 
     def reset(self) -> None:
         """Forgets everything. What running requests still need is encoded again."""
-        self._pool.clear()
+        self._pool.clear(last_step=self._last_step_made)
         self._journal.record_reset()
         self._inputs.clear()
         self._taken.clear()
@@ -218,13 +236,53 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._journal.acknowledge(metadata.step.seq)
         self._pool.acknowledge(metadata.step.seq)
 
-    def check_integrity(self) -> None:
-        """Raises `IntegrityError` if pool, journal and references disagree. Changes nothing."""
+    @property
+    def last_step_in_flight(self) -> int | None:
+        """Number of the last step made, unless it has come back."""
+        return self._last_step_made if self._journal.num_in_flight else None
+
+    @property
+    def _last_step_made(self) -> int:
+        return self._journal.open_seq - 1
+
+    def follow_workers(self, epochs: WorkerEpochs) -> None:
+        """The workers have dropped their rows: forgets everything, as `reset`."""
+        self.worker_epochs = epochs
+        self.reset()
+
+    def invalidate(self, key: str, seq: int, requests: Mapping[str, Request]) -> None:
+        """Forgets an item that workers could not write, or not read, in step `seq`, unless it was reserved again since.
+
+        Requests that refer to it lose the reference, and encode the item again if they still need it.
+        """
+        item = self._pool.get(key)
+        if item is None or item.reserved_in > seq:
+            return
+        for request_id in tuple(item.references):
+            request = requests[request_id]
+            for input_id in sorted(self._inputs[request_id]):
+                if request.mm_features[input_id].identifier == key:
+                    self.free_encoder_input(request, input_id)
+        self.stats.invalidations += 1
+        self._journal.record_eviction(self._pool.invalidate(key, last_step=self._last_step_made))
+
+    def check_integrity(self, ranks: Iterable[Iterable[WorkerEntry]] = ()) -> None:
+        """Raises `IntegrityError` if pool, journal and references disagree, or if one of the `ranks` lacks an entry, as
+        the pool has it, of an item whose write it has acknowledged. Changes nothing."""
         self._pool.check_integrity()
         self._journal.check_integrity()
         referring = {request_id for item in self._pool.items() for request_id in item.references}
         if referring != set(self._inputs):
             raise IntegrityError(f"requests that items name: {referring}; requests with inputs: {set(self._inputs)}")
+        written = {
+            WorkerEntry(item.key, item.generation, item.block_ids, True)
+            for item in self._pool.items()
+            if item.state is not ItemState.RESERVED
+        }
+        for rank, entries in enumerate(ranks):
+            missing = written - {WorkerEntry(*entry) for entry in entries}
+            if missing:
+                raise IntegrityError(f"rank {rank} lacks entries that the pool has: {sorted(missing)}")
 
     # Sizes -----------------------------------------------------------------------------------------------------
 
@@ -235,22 +293,13 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         return self._layout(feature).num_blocks
 
     def _layout(self, feature: MultiModalFeatureSpec) -> ItemLayout:
-        mask = feature.mm_position.is_embed
-        if feature.modality != "video" or mask is None:
-            return self._item_layout(feature, ())
+        if feature.modality != "video" or feature.mm_position.is_embed is None:
+            return placeholder_layout(feature.modality, feature.mm_position, self.geometry)
         layout = self._frame_layouts.get(feature.identifier)
         if layout is None or layout.num_tokens != feature.mm_position.get_num_embeds():
-            layout = self._frame_layouts[feature.identifier] = self._item_layout(feature, mask_runs(mask.numpy()))
+            layout = placeholder_layout(feature.modality, feature.mm_position, self.geometry)
+            self._frame_layouts[feature.identifier] = layout
         return layout
-
-    def _item_layout(self, feature: MultiModalFeatureSpec, frame_tokens: tuple[int, ...]) -> ItemLayout:
-        return item_layout(
-            feature.mm_position.get_num_embeds(),
-            frame_tokens,
-            encoder_block_size=self.geometry.encoder_block_size,
-            block_size=self.geometry.block_size,
-            max_blocks=self.geometry.num_item_blocks,
-        )
 
     def _num_pending_blocks(self, request: Request, input_id: int, num_embeds: int) -> int:
         """Blocks of the items before `input_id` that vLLM has accepted in this pass: `num_embeds` rows in all."""

@@ -1,9 +1,10 @@
 """The `vllm.general_plugins` entry point. vLLM calls `register` in every process that it starts."""
 
-import functools
 import logging
 from importlib import metadata
 from typing import Any
+
+from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 
 logger = logging.getLogger("vllm.neuron_cache")
 
@@ -31,26 +32,26 @@ def register() -> None:
         return
     try:
         # Only now: it imports parts of vLLM that another version, or a vendor's build, may not have.
-        from vllm_neuron_cache.integrations.vllm import activation
-    except ImportError as error:
+        from vllm_neuron_cache.integrations.vllm import activation, front_end, serving
+
+        front_end.install()
+        serving.install()
+    except (ImportError, AttributeError) as error:
         logger.warning("vllm_neuron_cache: this vLLM lacks a hook (%s); the encoder cache is off.", error)
         return
 
-    create = EngineArgs.create_engine_config
-    if getattr(create, "_neuron_cache", False):
-        return
+    def activating(create_engine_config: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not activation.is_requested(self):
+                return create_engine_config(self, *args, **kwargs)
+            activation.validate(self.additional_config)
+            vllm_config = create_engine_config(self, *args, **kwargs)
+            activation.activate(vllm_config)
+            return vllm_config
 
-    @functools.wraps(create)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not activation.is_requested(self):
-            return create(self, *args, **kwargs)
-        activation.validate(self.additional_config)
-        vllm_config = create(self, *args, **kwargs)
-        activation.activate(vllm_config)
-        return vllm_config
+        return wrapper
 
-    create_engine_config._neuron_cache = True
-    EngineArgs.create_engine_config = create_engine_config
+    wrap_once(EngineArgs, "create_engine_config", activating)
 
 
 def vllm_version() -> tuple[int, ...] | None:

@@ -1,5 +1,8 @@
 """The model runner's part: apply steps, write encoder outputs, and merge cached rows, through vLLM's own seams."""
 
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,13 +10,21 @@ from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, ReadWindow
-from vllm_neuron_cache.errors import ConfigurationError, EncoderOutputError, StepProtocolError
+from vllm_neuron_cache.encoder_cache.report import ReportBuilder, RequestFailure, WorkerEpochs
+from vllm_neuron_cache.errors import (
+    ConfigurationError,
+    EncoderCacheReadError,
+    EncoderOutputError,
+    RequestError,
+    StepProtocolError,
+)
 from vllm_neuron_cache.graphs.lanes import make_lane
 from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
-from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata
+from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata, attach_report
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
 
 logger = init_logger("vllm.neuron_cache")
@@ -37,6 +48,13 @@ class BlockRunnerMixin:
     tensors that this class owns and that the model and vLLM see as views.
     """
 
+    _encoder_width: int | None = None
+
+    def load_lora_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Afterwards the encoder's layers cannot run before a step has told them which adapter is whose.
+        self._encoder_width = self._measure_encoder_width()
+        return super().load_lora_model(model, *args, **kwargs)
+
     def init_block_encoder_cache(self) -> None:
         """Measures the encoder's width, allocates the buffer, and takes over the tensors that the merge writes.
 
@@ -44,7 +62,7 @@ class BlockRunnerMixin:
         Raises `ConfigurationError` for a model whose way of merging is not known here.
         """
         geometry = resolve_geometry(self.vllm_config)
-        fat_dim = self._measure_encoder_width()
+        fat_dim = self._encoder_width or self._measure_encoder_width()
         targets = self._take_over_merge_targets(fat_dim)
         config = NeuronCacheConfig.from_additional_config(self.vllm_config.additional_config)
         self._encoder_runtime = EncoderCacheRuntime(
@@ -56,6 +74,8 @@ class BlockRunnerMixin:
             lane=make_lane(config.lane),
         )
         self._read_plan: ReadPlan | None = None
+        self._report = ReportBuilder()
+        self._follow_weights()
         self.encoder_cache = _ProfilingOutputs(fat_dim)
         logger.info(
             "Encoder cache: %d blocks (one is scratch) of %d rows of %d %s, %.1f MiB; lane %s, buckets %s",
@@ -86,10 +106,41 @@ class BlockRunnerMixin:
                 f"the scheduler sent {type(metadata).__name__} where the encoder cache's step was expected: scheduler "
                 "and worker are configured differently. Turn both on with additional_config={'vllm_neuron_cache': {}}."
             )
+        for restored in metadata.restored:
+            self.requests[restored.request_id].mm_features[restored.input_id] = restored.feature
+        self._report.start_step(metadata.worker_epochs)
         self._encoder_runtime.apply(metadata.step)
 
+    def _execute_mm_encoder(self, scheduler_output: Any) -> list[torch.Tensor]:
+        """Encodes all items of the step together; if that fails, each by itself, so that only the guilty one fails."""
+        try:
+            return super()._execute_mm_encoder(scheduler_output)
+        except Exception as error:
+            if not self._only_an_item_failed(error):
+                raise
+        outputs = []
+        for request_id, input_ids in scheduler_output.scheduled_encoder_inputs.items():
+            for input_id in input_ids:
+                alone = replace(scheduler_output, scheduled_encoder_inputs={request_id: [input_id]})
+                try:
+                    outputs += super()._execute_mm_encoder(alone)
+                except Exception as error:
+                    if not self._only_an_item_failed(error):
+                        raise
+                    feature = self.requests[request_id].mm_features[input_id]
+                    self._encoder_runtime.fail(
+                        feature.identifier,
+                        f"item {feature.identifier} ({feature.modality}, {feature.mm_position.get_num_embeds()} rows): "
+                        f"the encoder raised {type(error).__name__}: {error}",
+                    )
+                    self._report.fail_item(feature.identifier)
+        return outputs
+
     def _cache_encoder_output(self, mm_hash: str, output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        self._encoder_runtime.write(mm_hash, output)
+        try:
+            self._encoder_runtime.write(mm_hash, output)
+        except EncoderOutputError:
+            self._report.fail_item(mm_hash)
 
     def _gather_mm_embeddings(
         self, scheduler_output: Any, shift_computed_tokens: int = 0
@@ -101,7 +152,7 @@ class BlockRunnerMixin:
         windows = self._read_windows(scheduler_output)
         if not windows:
             return [], torch.zeros(num_step_tokens, dtype=torch.bool)
-        self._read_plan = self._encoder_runtime.plan_reads(windows, num_step_tokens)
+        self._read_plan = self._plan_reads(windows, num_step_tokens)
         return [], torch.from_numpy(self._read_plan.is_embed)
 
     def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -114,17 +165,94 @@ class BlockRunnerMixin:
                 self.model.deepstack_input_embeds_num_tokens = len(plan.is_embed)
         return super()._prepare_mm_inputs(num_tokens)
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_report(super().execute_model(*args, **kwargs))
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_report(super().sample_tokens(*args, **kwargs))
+
     def reset_encoder_cache(self) -> None:
         super().reset_encoder_cache()
-        self._encoder_runtime.clear()
+        self.note_rows_lost()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.note_weights_changed()
+        super().reload_weights(*args, **kwargs)
 
     # Our own ---------------------------------------------------------------------------------------------------
+
+    @property
+    def encoder_cache_epochs(self) -> WorkerEpochs:
+        return self._report.epochs
+
+    def note_rows_lost(self) -> None:
+        """Drops every entry, without the scheduler having said so. It is told with the output of the next step."""
+        self._encoder_runtime.clear()
+        self._report.note_rows_lost()
+
+    def note_weights_changed(self) -> None:
+        """Drops every entry, because the encoder would not write the same rows again."""
+        self._encoder_runtime.clear()
+        self._report.note_weights_changed()
+
+    def _follow_weights(self) -> None:
+        """Whoever loads weights into the model calls this method of it, however they came to it."""
+        load_weights = self.model.load_weights
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self.note_weights_changed()
+            return load_weights(*args, **kwargs)
+
+        self.model.load_weights = load
+
+    def _only_an_item_failed(self, error: Exception) -> bool:
+        """Whether work can go on without the item. A device that has failed is no item's fault, and ranks that share a
+        model would wait for each other if one of them went on."""
+        return (
+            self.parallel_config.tensor_parallel_size == 1
+            and not isinstance(error, StepProtocolError)
+            and not isinstance(error, getattr(torch, "AcceleratorError", ()))
+        )
+
+    def _plan_reads(self, windows: Sequence[ReadWindow], num_step_tokens: int) -> ReadPlan:
+        """A plan of what can be read; a request for which something cannot is left out, and reported."""
+        while True:
+            try:
+                return self._encoder_runtime.plan_reads(windows, num_step_tokens)
+            except RequestError as error:
+                own = [window for window in windows if window.request_id == error.request_id]
+                windows = [window for window in windows if window.request_id != error.request_id]
+                self._fail_request(error, min(window.step_position for window in own))
+
+    def _fail_request(self, error: RequestError, step_position: int) -> None:
+        """`step_position`: the row of the step from which on the request's rows are wrong."""
+        first_row = 0
+        for request_id in self.input_batch.req_ids:
+            if request_id == error.request_id:
+                break
+            first_row += self._num_scheduled_tokens[request_id]
+        first_position = self.requests[error.request_id].num_computed_tokens + step_position - first_row
+        rows_lost = isinstance(error, EncoderCacheReadError) and self._report.scheduler_is_behind
+        self._report.fail_request(RequestFailure(error.request_id, error.text, first_position, recompute=rows_lost))
+        if not rows_lost:
+            self._report.fail_item(error.key)
+
+    def _with_report(self, output: Any) -> Any:
+        """`output` of a step, with what went wrong in it attached. None stands for a step that is not over yet."""
+        report = self._report.take() if output is not None else None
+        if report is None:
+            return output
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # one object for all
+            output = copy(output)
+        # An asynchronous output holds the real one, which is filled in later.
+        attach_report(getattr(output, "_model_runner_output", output), report)
+        return output
 
     def _read_windows(self, scheduler_output: Any) -> list[ReadWindow]:
         """What each scheduled request reads in this step, in the order of the batch."""
         windows: list[ReadWindow] = []
         row = 0
-        num_scheduled = scheduler_output.num_scheduled_tokens
+        num_scheduled = self._num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         for request_id in self.input_batch.req_ids:
             length = num_scheduled[request_id]
             request = self.requests[request_id]
