@@ -61,6 +61,7 @@ def serving(
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
 
 
 def data_url(image: Any) -> str:

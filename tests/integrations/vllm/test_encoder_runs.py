@@ -106,3 +106,33 @@ def test_every_layout_on_scheduler_and_worker_is_the_same(checkpoint):
     clip = max(items, key=lambda item: len(set(item.layout.tokens_per_block)))
     assert len(set(clip.layout.tokens_per_block)) > 1, "the clip's frames leave part of a block empty"
     engine.close()
+
+
+def test_with_a_hold_time_requests_wait_for_blocks_and_all_end(checkpoint):
+    """As a disaggregated producer would be run: blocks that an item gave up rest for 50 ms before reuse."""
+    requests = [
+        MediaRequest(before=f"{number}. ", images=(name,))
+        for number, name in enumerate(("china", "hubble", "astronaut", "coffee", "hubble", "china"))
+    ]
+    media = small_media()
+    prompts = [engine_prompt(request, media) for request in requests]
+    stock = start(checkpoint, None)
+    expected = [completion.token_ids for completion in stock.generate(prompts, max_tokens=4)]
+    stock.close()
+    cache = {"lane": "eager", "encoder_cache_block_size": 64, "encoder_cache_num_blocks_exact": 16}
+    ours = start(checkpoint, cache, encoder={"encoder_cache_min_hold_time_ms": 50})
+    held = []
+    can_allocate = ours.manager.can_allocate
+
+    def watching(*args):
+        try:
+            return can_allocate(*args)
+        finally:
+            held.append(ours.manager.pool.num_held_blocks)
+
+    ours.manager.can_allocate = watching
+    assert [completion.token_ids for completion in ours.generate(prompts, max_tokens=4)] == expected
+    assert max(held) > 0
+    ours.manager.check_integrity()
+    assert not [item for item in ours.manager.pool.items() if item.references]
+    ours.close()

@@ -54,8 +54,11 @@ def manager(num_item_blocks: int, block_size: int = 4, encoder_block_size: int |
     return BlockEncoderCacheManager(geometry, cache_size=num_item_blocks * block_size)
 
 
-def encode(cache: BlockEncoderCacheManager, requested: Request) -> list[int]:
-    """One pass that schedules whatever the request can have now, as vLLM's scheduler does. Returns encoded inputs."""
+def encode(cache: BlockEncoderCacheManager, requested: Request, table: EntryTable | None = None) -> list[int]:
+    """One pass that schedules whatever the request can have now, as vLLM's scheduler does. Returns encoded inputs.
+
+    A worker's `table` follows, if there is one.
+    """
     accepted, rows, scheduled = [], 0, True
     for index, feature in enumerate(requested.mm_features):
         if feature.identifier in {requested.mm_features[i].identifier for i in accepted}:
@@ -70,6 +73,8 @@ def encode(cache: BlockEncoderCacheManager, requested: Request) -> list[int]:
     for index in accepted:
         cache.allocate(requested, index)
     step = cache.get_manager_metadata()
+    if table is not None:
+        table.apply(step.step)
     cache.end_pass({requested.request_id} if scheduled else set(), {requested.request_id: accepted})
     cache.acknowledge(step)
     cache.check_integrity()
@@ -394,3 +399,106 @@ def test_random_layouts_never_exceed_the_pool():
         rows = sum(frames)
         cache = manager(num_item_blocks=-(-rows // 8), block_size=8)
         assert encode(cache, request("r", ("video", rows), masks={"video": mask})) == [0]
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def holding_manager(num_item_blocks: int, min_hold_ms: int) -> tuple[BlockEncoderCacheManager, Clock]:
+    clock = Clock()
+    geometry = CacheGeometry(num_item_blocks + 1, 4, 4)
+    cache = BlockEncoderCacheManager(geometry, cache_size=num_item_blocks * 4, min_hold_ms=min_hold_ms, clock=clock)
+    return cache, clock
+
+
+def end(cache: BlockEncoderCacheManager, requested: Request) -> None:
+    cache.free(requested)
+    cache.check_integrity()
+
+
+def test_blocks_of_an_evicted_item_wait_for_the_hold_time_and_then_come_free():
+    cache, clock = holding_manager(2, min_hold_ms=100)
+    first, second = request("first", ("a", 8)), request("second", ("b", 8))
+    assert encode(cache, first) == [0]
+    end(cache, first)
+    assert encode(cache, second) == []  # evicts, and has to wait
+    assert cache.pool.num_held_blocks == 2 and cache.stats.evictions == 0
+    clock.now = 0.099
+    assert encode(cache, second) == []
+    clock.now = 0.100
+    assert encode(cache, second) == [0]
+    assert cache.stats.evictions == 1
+    end(cache, second)
+
+
+def test_a_hit_on_a_held_item_brings_it_back_and_workers_never_forgot_it():
+    cache, clock = holding_manager(2, min_hold_ms=100)
+    table = EntryTable(2, 4)
+    first, second, again = request("first", ("a", 8)), request("second", ("b", 8)), request("again", ("a", 8))
+    assert encode(cache, first, table) == [0]
+    end(cache, first)
+    generation = cache.pool.get("a").generation
+    assert encode(cache, second, table) == []
+    clock.now = 1.0
+    assert encode(cache, again, table) == []
+    assert cache.pool.get("a").references == {"again"}
+    assert table.get("a").generation == generation
+    assert encode(cache, second, table) == []  # the item is read again: nothing to evict
+    end(cache, again)
+    assert encode(cache, second, table) == []
+    clock.now = 2.0
+    assert encode(cache, second, table) == [0]
+    assert table.get("a") is None and table.get("b") is not None
+    end(cache, second)
+
+
+def test_an_invalidated_item_leaves_its_readers_without_it_and_is_encoded_again():
+    cache = manager(4)
+    readers = [request("r", ("a", 8)), request("s", ("b", 4), ("a", 8))]
+    assert [encode(cache, reader) for reader in readers] == [[0], [0]]
+    cache.invalidate("a", 2, {reader.request_id: reader for reader in readers})
+    cache.check_integrity()
+    assert cache.pool.get("a") is None and cache.stats.invalidations == 1
+    assert cache.get_cached_input_ids(readers[1]) == {0}
+    assert [encode(cache, reader) for reader in readers] == [[0], []]
+    for reader in readers:
+        end(cache, reader)
+
+
+def test_an_item_that_was_reserved_again_since_is_not_invalidated():
+    cache = manager(2)
+    first, other, again = request("first", ("a", 8)), request("other", ("b", 8)), request("again", ("a", 8))
+    for requested in (first, other, again):
+        assert encode(cache, requested) == [0]
+        end(cache, requested)
+    cache.invalidate("a", 2, {})
+    assert cache.pool.get("a") is not None and cache.stats.invalidations == 0
+    cache.invalidate("a", 3, {})
+    assert cache.pool.get("a") is None
+    cache.invalidate("a", 3, {})
+    cache.check_integrity()
+
+
+def test_a_rank_that_lacks_what_the_pool_has_is_found():
+    from vllm_neuron_cache.encoder_cache.report import WorkerEntry
+    from vllm_neuron_cache.errors import IntegrityError
+
+    cache = manager(4)
+    encode(cache, request("r", ("a", 8)))
+    item = cache.pool.get("a")
+    good = WorkerEntry("a", item.generation, item.block_ids, True)
+    cache.check_integrity([[good], [good]])
+    for bad in (
+        good._replace(generation=item.generation + 1),
+        good._replace(block_ids=(2, 3)),
+        good._replace(written=False),
+    ):
+        with pytest.raises(IntegrityError, match="rank 1 lacks"):
+            cache.check_integrity([[good], [bad]])
