@@ -11,7 +11,7 @@ from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
 from vllm_neuron_cache.encoder_cache.read_plan import ReadWindow
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import StepJournal
-from vllm_neuron_cache.errors import ConfigurationError, EncoderCacheReadError, EncoderOutputError
+from vllm_neuron_cache.errors import ConfigurationError, EncoderCacheReadError, EncoderOutputError, IntegrityError
 from vllm_neuron_cache.graphs.lanes import make_lane
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
 
@@ -197,6 +197,37 @@ def test_an_item_that_failed_can_be_written_when_it_is_reserved_again(eager_side
     eager_side.step()
     eager_side.runtime.write("image", output_of(128, 2))
     eager_side.read([whole("image", 128)])
+
+
+def test_another_key_with_the_same_fingerprint_is_not_taken_for_the_item(eager_side, monkeypatch):
+    from vllm_neuron_cache.encoder_cache import blocks
+    from vllm_neuron_cache.encoder_cache.identity import Fingerprint
+
+    for module in ("vllm_neuron_cache.encoder_cache.blocks", "vllm_neuron_cache.writer"):
+        monkeypatch.setattr(f"{module}.mm_hash_fingerprint", lambda key: Fingerprint(7, 7))
+    eager_side.reserve("image", 128)
+    eager_side.step()
+    eager_side.runtime.write("image", output_of(128, 1))
+    first = eager_side.runtime.blocks.table.get("image")
+    assert eager_side.runtime.blocks.holds("image", first.generation, first.block_ids)
+    assert not eager_side.runtime.blocks.holds("image", first.generation + 1, first.block_ids)
+    eager_side.reserve("crafted", 128)  # takes the blocks
+    eager_side.step()
+    assert not eager_side.runtime.blocks.holds("image", 2, first.block_ids)  # reserved, and nothing written yet
+    eager_side.runtime.write("crafted", output_of(128, 2))
+    assert not eager_side.runtime.blocks.holds("image", first.generation, first.block_ids)
+    assert blocks.mm_hash_fingerprint("image") == blocks.mm_hash_fingerprint("crafted")
+    eager_side.runtime.check_integrity()
+
+
+def test_tags_that_are_not_the_entrys_own_are_found(eager_side):
+    eager_side.reserve("image", 40)
+    eager_side.step()
+    eager_side.runtime.write("image", output_of(40, 1))
+    eager_side.runtime.check_integrity()
+    eager_side.runtime.blocks.generations[list(eager_side.runtime.blocks.table.get("image").block_ids)] += 1
+    with pytest.raises(IntegrityError, match="'image', generation 1, is written in blocks"):
+        eager_side.runtime.check_integrity()
 
 
 def test_output_without_blocks_is_refused(eager_side):

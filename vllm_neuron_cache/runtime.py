@@ -143,4 +143,4 @@ class EncoderCacheRuntime:
         self.blocks.table.clear()
 
     def check_integrity(self) -> None:
-        self.blocks.table.check_integrity()
+        self.blocks.check_integrity()

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_neuron_cache.encoder_cache.blocks import EncoderCacheBlocks
-from vllm_neuron_cache.encoder_cache.identity import EMPTY_TAG, Fingerprint, mm_hash_fingerprint
+from vllm_neuron_cache.encoder_cache.identity import EMPTY_TAG, Fingerprint, mm_hash_fingerprint, tag_generation
 from vllm_neuron_cache.encoder_cache.table import Entry
 from vllm_neuron_cache.errors import EncoderOutputError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
@@ -83,8 +83,7 @@ class EncoderCacheWriter:
         self._blocks.check_output(entry, output)
         self._stamp_blocks(entry, EMPTY_TAG, 0)
         self._write_rows(entry, output)
-        # Generations count reservations; one that has outgrown int32 wraps, which a reader compares just as well.
-        self._stamp_blocks(entry, mm_hash_fingerprint(key), entry.generation & 0x7FFFFFFF)
+        self._stamp_blocks(entry, mm_hash_fingerprint(key), tag_generation(entry.generation))
         self._blocks.table.mark_written(entry)
         self.items_written += 1
         self.rows_written += entry.num_tokens

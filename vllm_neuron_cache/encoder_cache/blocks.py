@@ -1,10 +1,13 @@
 """The device buffer of the encoder cache, with its tags. The only module of this package that imports torch."""
 
+from collections.abc import Sequence
+
 import torch
 
+from vllm_neuron_cache.encoder_cache.identity import mm_hash_fingerprint, tag_generation
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.table import Entry, EntryTable
-from vllm_neuron_cache.errors import ConfigurationError, EncoderOutputError
+from vllm_neuron_cache.errors import ConfigurationError, EncoderOutputError, IntegrityError
 
 
 class EncoderCacheBlocks:
@@ -45,6 +48,29 @@ class EncoderCacheBlocks:
     def scratch_row(self) -> int:
         """First row of the scratch block in the flattened buffer."""
         return self.geometry.scratch_block_id * self.geometry.block_size
+
+    def holds(self, key: str, generation: int, block_ids: Sequence[int]) -> bool:
+        """Whether the tags say of each of the blocks that it holds rows of that item, wholly written.
+
+        A reader outside the process reads rows first and asks this afterwards. The fingerprint alone would not do:
+        another key may have the same one, and no two reservations have the same generation.
+        """
+        ids = list(block_ids)
+        tags = torch.tensor(mm_hash_fingerprint(key), dtype=torch.int32)
+        return bool((self.mm_hash_tags[ids].cpu() == tags).all()) and bool(
+            (self.generations[ids].cpu() == tag_generation(generation)).all()
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` if the table is inconsistent, or a written entry's tags are not its own."""
+        self.table.check_integrity()
+        for entry in self.table.entries():
+            if entry.written and not self.holds(entry.key, entry.generation, entry.block_ids):
+                raise IntegrityError(
+                    f"{entry.key!r}, generation {entry.generation}, is written in blocks {entry.block_ids}; their tags "
+                    f"are {self.mm_hash_tags[list(entry.block_ids)].tolist()}, of generations "
+                    f"{self.generations[list(entry.block_ids)].tolist()}"
+                )
 
     def check_output(self, entry: Entry, output: torch.Tensor) -> None:
         """Raises `EncoderOutputError` if an encoder output `[num_tokens, fat_dim]` does not fit its entry, or holds

@@ -29,6 +29,11 @@ def mm_hash_fingerprint(key: str) -> Fingerprint:
     return Fingerprint(high, low) if (high, low) != EMPTY_TAG else Fingerprint(0, 1)
 
 
+def tag_generation(generation: int) -> int:
+    """A generation as a tag has it, int32. One that has outgrown it wraps, which a reader compares just as well."""
+    return generation & 0x7FFFFFFF
+
+
 class Adapter(NamedTuple):
     """A LoRA adapter that changes what the encoder returns. One of the same name may be loaded from another path."""
 
