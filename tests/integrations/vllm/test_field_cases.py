@@ -1,7 +1,8 @@
 """Failures that others met in production with caches of this kind, as far as no other file has a test for them.
 
 Most of it runs on two real engines: a roomy one, whose pool holds as many rows as a step but few blocks, and a tight
-one, whose pool holds two items only if both are small. `tests/test_field_cases.py` lists all such failures and their tests.
+one, whose pool holds two items only if both are small. `tests/test_field_cases.py` lists all such failures and where
+they are tested.
 """
 
 from contextlib import contextmanager

@@ -467,7 +467,7 @@ def test_a_failed_request_raises_its_error_which_is_vllms_too(text, error):
     stream = Stream(
         request_output(finished=False), request_output(finish_reason="error", stop_reason=text, request_id="r7")
     )
-    with pytest.raises(error, match="^item x: rows with NaN$") as caught:
+    with pytest.raises(error, match=r"^item x: rows with NaN$") as caught:
         asyncio.run(collected(stream.through()))
     assert isinstance(caught.value, GenerationError)
     assert caught.value.status_code == 500 and caught.value.request_id == "r7"
@@ -529,7 +529,7 @@ def test_a_process_without_a_server_imports_none(monkeypatch):
 def test_a_server_without_these_seams_gets_the_error_all_the_same(monkeypatch):
     modules = {failures._HANDLERS: types.SimpleNamespace(), failures._SERVING: types.SimpleNamespace()}
     monkeypatch.setattr(failures.sys, "modules", modules)
-    with pytest.raises(EncoderOutputError, match="^item x: rows with NaN$"):
+    with pytest.raises(EncoderOutputError, match=r"^item x: rows with NaN$"):
         asyncio.run(collected(Stream(request_output(**FAILED)).through()))
 
 

@@ -199,7 +199,7 @@ def test_the_v2_model_runner_is_refused_with_the_setting_that_selects_v1(checkpo
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: False))
     config = engine_config(checkpoint)
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
-    with pytest.raises(ConfigurationError, match="V2 model runner.*VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(ConfigurationError, match=r"V2 model runner.*VLLM_USE_V2_MODEL_RUNNER=0"):
         activation.activate(config)
 
 
