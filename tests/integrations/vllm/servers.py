@@ -3,6 +3,7 @@
 import base64
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,18 +51,17 @@ def serving(
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with open(log_path, "w") as log:
         process = subprocess.Popen(
-            command, env=os.environ | settings | (environment or {}), stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=os.environ | settings | (environment or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its engine and workers can be ended with it
         )
     try:
         _wait_until_it_answers(process, f"http://127.0.0.1:{port}", log_path)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
 
 
 def data_url(image: Any) -> str:
@@ -83,6 +83,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends the server; one that does not go by itself with its engine and workers, which would live on without it."""
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _wait_until_it_answers(process: subprocess.Popen, address: str, log_path: Path) -> None:

@@ -194,6 +194,18 @@ def test_rows_that_a_worker_lost_by_itself_cost_a_computation_and_no_request(ser
     assert service.ask(asks, event=lambda ids: lose(), phase=phase) == expected
 
 
+def test_a_report_from_before_a_reset_does_not_undo_it(service):
+    from vllm_neuron_cache.encoder_cache.report import WorkerEpochs
+
+    service.rpc("reload_weights")
+    known = service.engine.manager.worker_epochs
+    assert known == service.engine.worker.encoder_cache_epochs() > WorkerEpochs()
+    service.ask([Ask("A. ", ("chelsea",))])
+    service.engine.scheduler.follow_workers([known._replace(cache=known.cache - 1)])
+    assert service.engine.manager.worker_epochs == known
+    assert service.engine.manager.pool.items()
+
+
 def test_a_failed_request_is_raised_by_the_helper_and_only_then(service):
     from vllm import SamplingParams
 

@@ -82,12 +82,12 @@ class BlockSchedulerMixin:
         # Ranks execute the same calls; one that is behind for now would be asked again by the next step's output.
         newest = max(epochs)
         known = self.encoder_cache_manager.worker_epochs
-        if newest == known:
+        if newest <= known:  # a step that was in flight tells of the time before
             return
         self.encoder_cache_manager.follow_workers(newest)
         if newest.weights != known.weights:
             for request in self.requests.values():
-                if request.status is RequestStatus.WAITING and not request.num_preemptions:
+                if not request.num_computed_tokens and not request.num_preemptions:
                     self._give_cache_keys(request)
 
     def _give_cache_keys(self, request: Any) -> None:
