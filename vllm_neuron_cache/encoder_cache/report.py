@@ -36,7 +36,7 @@ class StepReport(NamedTuple):
 
     epochs: WorkerEpochs
     failed_items: tuple[str, ...]
-    """Keys whose entry holds no rows that could be read: the encoder failed, or the entry is missing or damaged."""
+    """Keys to be encoded again: the encoder failed, the entry is missing or damaged, or it could not be read."""
     failed_requests: tuple[RequestFailure, ...]
 
 
@@ -52,7 +52,7 @@ class ReportBuilder:
     @property
     def scheduler_is_behind(self) -> bool:
         """Whether the step was scheduled before the scheduler knew that rows or weights here have changed."""
-        return self._known != self.epochs
+        return self._known < self.epochs
 
     def start_step(self, known: WorkerEpochs) -> None:
         """`known`: the epochs that the scheduler knew of when it made the step."""

@@ -16,7 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
-START_SECONDS = 180
+START_SECONDS = 420
+"""Half a minute as a rule. vLLM binds the worker of every server to the same cores, so that another server beside this one
+may make it several. One that ends is noticed at once."""
 
 
 @contextmanager

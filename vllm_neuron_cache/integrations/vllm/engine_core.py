@@ -10,8 +10,9 @@ from vllm_neuron_cache.integrations.vllm.scheduler import BlockSchedulerMixin
 CHECK = "check_encoder_cache_integrity"
 """The worker method whose results are compared with the scheduler's pool, wherever it is called from."""
 
-_CALLS = ("collective_rpc", "reset_encoder_cache", "wake_up")
-"""Calls after which weights may be others, or rows gone: a reload, a weight update, a reset, a wake-up."""
+_CALLS = ("collective_rpc", "reset_encoder_cache", "wake_up", "add_lora")
+"""Calls after which weights may be others, or rows gone: a reload, a weight update, a reset, a wake-up, an adapter
+loaded in the place of another."""
 
 
 def install() -> None:
@@ -25,7 +26,8 @@ def install() -> None:
 
 def _following(call: Any) -> Any:
     def wrapper(self: EngineCore, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.scheduler, BlockSchedulerMixin):
+        # vLLM calls workers before there is a scheduler.
+        if not isinstance(getattr(self, "scheduler", None), BlockSchedulerMixin):
             return call(self, *args, **kwargs)
         try:
             result = call(self, *args, **kwargs)

@@ -22,6 +22,8 @@ class Departure(NamedTuple):
 
     request: Request
     block_ids: BlockIds
+    hashes: dict[int, Any]
+    """What each block was to be found by in the prefix cache; None for one that is not full."""
     seq: int
     """The last step that may have had the request in it."""
 
@@ -36,7 +38,8 @@ class Departures:
     def note(self, request: Request, seq: int) -> None:
         if request.status is RequestStatus.RUNNING:
             block_ids = self._kv_cache_manager.get_block_ids(request.request_id)
-            self._departures[request.request_id] = Departure(request, block_ids, seq)
+            hashes = {block_id: self._hash(block_id) for ids in block_ids for block_id in ids}
+            self._departures[request.request_id] = Departure(request, block_ids, hashes, seq)
 
     def get(self, request_id: str) -> Departure | None:
         return self._departures.get(request_id)
@@ -44,8 +47,26 @@ class Departures:
     def all(self) -> list[Departure]:
         return list(self._departures.values())
 
-    def forget(self, request_id: str) -> None:
-        self._departures.pop(request_id, None)
+    def block_ids(self, departure: Departure) -> BlockIds:
+        """The blocks that a departed request had, with the null block for those that are no longer what they were.
+
+        A block that was given to somebody else since is found by another hash, or by none.
+        """
+        null = self._kv_cache_manager.block_pool.null_block.block_id
+
+        def is_same(block_id: int) -> bool:
+            return departure.hashes[block_id] is not None and departure.hashes[block_id] == self._hash(block_id)
+
+        return [[block_id if is_same(block_id) else null for block_id in ids] for ids in departure.block_ids]
+
+    def settle(self, request_id: str) -> None:
+        """Its blocks are dealt with. The request itself is remembered until its last step has come back."""
+        departure = self._departures.get(request_id)
+        if departure is not None:
+            self._departures[request_id] = departure._replace(block_ids=[() for _ in departure.block_ids])
+
+    def _hash(self, block_id: int) -> Any:
+        return self._kv_cache_manager.block_pool.blocks[block_id].block_hash
 
     def acknowledge(self, seq: int) -> None:
         """Forgets those whose last step has come back."""
@@ -77,7 +98,7 @@ class FailureHandler:
         for failure in report.failed_requests:
             request = self._owner(failure)
             bad_blocks.update(self._blocks_of(failure, request))
-            self._departures.forget(failure.request_id)
+            self._departures.settle(failure.request_id)
             if request is None or request.is_finished():
                 continue
             if failure.recompute:
@@ -90,7 +111,7 @@ class FailureHandler:
 
         scheduler.finish_requests([request.request_id for request, _ in failed], RequestStatus.FINISHED_ERROR)
         for request, text in failed:
-            self._departures.forget(request.request_id)
+            self._departures.settle(request.request_id)
             logger.warning("Encoder cache: request %s failed: %s", request.request_id, text)
         for request in again.values():
             self._compute_again(request)
@@ -130,7 +151,7 @@ class FailureHandler:
             yield from self._blocks_from(block_ids, failure.first_position)
         departure = self._departures.get(failure.request_id)
         if departure is not None:
-            yield from self._blocks_from(departure.block_ids, failure.first_position)
+            yield from self._blocks_from(self._departures.block_ids(departure), failure.first_position)
 
     def _sharers(self, bad_blocks: set[int], handled: set[str]) -> dict[str, Request]:
         """Requests that have bad blocks of another, to be computed again. Adds what they computed on top of them to
@@ -142,7 +163,9 @@ class FailureHandler:
             for request in self._scheduler.running
             if request.request_id not in handled
         ]
-        candidates += [(departure.request, departure.block_ids) for departure in self._departures.all()]
+        candidates += [
+            (departure.request, self._departures.block_ids(departure)) for departure in self._departures.all()
+        ]
         found = True
         while found:
             found = False
@@ -173,8 +196,10 @@ class FailureHandler:
         return [group.kv_cache_spec.block_size for group in groups]
 
     def _blocks_from(self, block_ids: BlockIds, position: int) -> Iterator[int]:
+        # Every request has the null block where a sliding window has passed.
+        null = self._scheduler.kv_cache_manager.block_pool.null_block.block_id
         for ids, block_size in zip(block_ids, self._block_sizes(), strict=True):
-            yield from ids[position // block_size :]
+            yield from (block_id for block_id in ids[position // block_size :] if block_id != null)
 
     def _first_position(self, block_ids: BlockIds, bad_blocks: set[int]) -> int | None:
         """Token position at which the first bad block begins."""

@@ -135,9 +135,12 @@ def _forget_media(renderer: BaseRenderer, mm_input: Mapping[str, Any]) -> None:
     so are in the engine's half of that cache, or on the way to it.
     """
     mm_hashes = set(_hashes_of_items_with_data(mm_input))
-    if renderer.mm_processor_cache is not None:
+    cache = renderer.mm_processor_cache
+    if cache is not None:
         for mm_hash in mm_hashes:
-            renderer.mm_processor_cache.invalidate(mm_hash)
+            cache.invalidate(mm_hash)
+        # A cache that holds the data itself keeps what it has, and its items always have data.
+        mm_hashes = {mm_hash for mm_hash in mm_hashes if not cache.is_cached_item(mm_hash)}
     _id_memory(renderer).forget(mm_hashes)
 
 

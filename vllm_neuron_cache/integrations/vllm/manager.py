@@ -39,9 +39,9 @@ class ManagerStats:
 class BlockEncoderCacheManager(EncoderCacheManager):
     """The scheduler's side of the encoder cache: who may be encoded, where the rows go, what is evicted.
 
-    It keeps its own state and overrides every method that vLLM's scheduler calls, because the base class differs
-    inside between vLLM versions. It must be driven by a scheduler with `BlockSchedulerMixin`: alone it would never
-    learn that a step finished.
+    It keeps its own state and overrides every method by which vLLM's scheduler changes that of the base class, because
+    the base class differs inside between vLLM versions. It must be driven by a scheduler with `BlockSchedulerMixin`:
+    alone it would never learn that a step finished.
     """
 
     @classmethod
@@ -185,6 +185,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._taken.clear()
         self._reserved.clear()
         self._freed.clear()
+        self._frame_layouts.clear()
 
     # Called by BlockSchedulerMixin -----------------------------------------------------------------------------
 

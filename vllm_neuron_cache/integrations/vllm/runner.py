@@ -10,6 +10,7 @@ from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_neuron_cache.config import NeuronCacheConfig
@@ -171,6 +172,12 @@ class BlockRunnerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self._with_report(super().sample_tokens(*args, **kwargs))
 
+    def add_lora(self, lora_request: Any) -> bool:
+        # Loaded in place, an adapter keeps name and id, and often the path.
+        if getattr(lora_request, "load_inplace", False) and self.lora_config.enable_tower_connector_lora:
+            self.note_weights_changed()
+        return super().add_lora(lora_request)
+
     def reset_encoder_cache(self) -> None:
         super().reset_encoder_cache()
         self.note_rows_lost()
@@ -216,13 +223,21 @@ class BlockRunnerMixin:
 
     def _plan_reads(self, windows: Sequence[ReadWindow], num_step_tokens: int) -> ReadPlan:
         """A plan of what can be read; a request for which something cannot is left out, and reported."""
+        left_out: list[ReadWindow] = []
         while True:
             try:
-                return self._encoder_runtime.plan_reads(windows, num_step_tokens)
+                plan = self._encoder_runtime.plan_reads(windows, num_step_tokens)
+                break
             except RequestError as error:
                 own = [window for window in windows if window.request_id == error.request_id]
                 windows = [window for window in windows if window.request_id != error.request_id]
+                left_out += own
                 self._fail_request(error, min(window.step_position for window in own))
+        for window in left_out:
+            # Placeholder ids that stand there all the same; some models cannot embed theirs as text.
+            length = window.num_rows if window.mask is None else len(window.mask)
+            plan.is_embed[max(window.step_position, 0) : window.step_position + length] = True
+        return plan
 
     def _fail_request(self, error: RequestError, step_position: int) -> None:
         """`step_position`: the row of the step from which on the request's rows are wrong."""
@@ -258,13 +273,11 @@ class BlockRunnerMixin:
             request = self.requests[request_id]
             begin = request.num_computed_tokens
             end = begin + length
-            for feature in request.mm_features:
+            features = request.mm_features
+            low, high = get_mm_features_in_window(features, start=begin, end=end) if features else (0, 0)
+            for feature in features[low:high]:
                 position = feature.mm_position
                 offset = position.offset
-                if offset >= end:
-                    break
-                if offset + position.length <= begin:
-                    continue
                 first = max(begin - offset, 0)
                 last = min(end - offset, position.length)
                 first_row, last_row = position.get_embeds_indices_in_range(first, last)
