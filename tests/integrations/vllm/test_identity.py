@@ -1,6 +1,8 @@
 """Tenants, adapters and weights: who shares an entry with whom, on a real engine."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,5 +192,11 @@ def test_an_adapter_of_the_encoder_is_known_by_its_path(checkpoint, tmp_path):
     ours.llm.reset_prefix_cache()
     assert tokens(generate(ours, [prompt()], lora_request=LoRARequest("style", 1, first))) == expected[1:2]
     assert ours.encoder_runs == 3
+    # Loaded in place, from the same path, name and id: what is there now counts.
+    for file in Path(second).iterdir():
+        shutil.copy(file, first)
+    ours.llm.llm_engine.add_lora(LoRARequest("style", 1, first, load_inplace=True))
+    assert tokens(generate(ours, [prompt()], lora_request=LoRARequest("style", 1, first))) == expected[2:]
+    assert ours.encoder_runs == 4
     ours.worker.check_encoder_cache_integrity()
     ours.close()

@@ -194,6 +194,39 @@ def test_rows_that_a_worker_lost_by_itself_cost_a_computation_and_no_request(ser
     assert service.ask(asks, event=lambda ids: lose(), phase=phase) == expected
 
 
+def test_calls_to_workers_before_there_is_a_scheduler_pass(service):
+    """vLLM makes one while it sizes the KV cache; the wrapper of the first engine is there for every later one."""
+    from types import SimpleNamespace
+
+    from vllm.v1.engine.core import EngineCore
+
+    starting = SimpleNamespace(model_executor=SimpleNamespace(collective_rpc=lambda *args: ["done"]))
+    assert EngineCore.collective_rpc(starting, "update_max_model_len") == ["done"]
+
+
+def test_a_block_that_was_given_away_is_not_counted_as_the_departed_requests(service):
+    """Under the hash that it had, a block is the departed request's still; the null block is nobody's."""
+    from types import SimpleNamespace
+
+    from vllm.v1.request import RequestStatus
+
+    from vllm_neuron_cache.integrations.vllm.failures import Departures
+
+    blocks = [SimpleNamespace(block_id=index, block_hash=f"hash {index}") for index in range(5)]
+    blocks[3].block_hash = None  # not full
+    pool = SimpleNamespace(blocks=blocks, null_block=blocks[0])
+    departures = Departures(SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4],), block_pool=pool))
+    departures.note(SimpleNamespace(request_id="r", status=RequestStatus.RUNNING), seq=7)
+    blocks[2].block_hash, blocks[4].block_hash = "another", None
+    assert departures.block_ids(departures.get("r")) == [[1, 0, 0, 0]]
+    departures.settle("r")
+    assert departures.block_ids(departures.get("r")) == [[]]
+    departures.acknowledge(6)
+    assert departures.get("r")
+    departures.acknowledge(7)
+    assert not departures.all()
+
+
 def test_a_report_from_before_a_reset_does_not_undo_it(service):
     from vllm_neuron_cache.encoder_cache.report import WorkerEpochs
 
