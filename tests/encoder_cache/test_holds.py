@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from pools import evictable, reserve, resident
 
 from vllm_neuron_cache.encoder_cache.holds import Hold
-from vllm_neuron_cache.encoder_cache.item import ItemLayout
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool, ItemState
 from vllm_neuron_cache.errors import IntegrityError, PoolExhaustedError
 
@@ -29,22 +29,6 @@ def clock():
 
 def make_pool(num_blocks, clock, *, min_hold_ms=125):
     return EncoderBlockPool(num_blocks, min_hold_ms=min_hold_ms, clock=clock)
-
-
-def reserve(pool, key, num_blocks=1, *, reference="r", step=1):
-    return pool.reserve(key, ItemLayout((4,) * num_blocks), reference=reference, step=step)
-
-
-def resident(pool, key, num_blocks=1, *, reference="r"):
-    item = reserve(pool, key, num_blocks, reference=reference)
-    pool.acknowledge(1)
-    return item
-
-
-def evictable(pool, key, num_blocks=1):
-    item = resident(pool, key, num_blocks)
-    pool.release(key, "r")
-    return item
 
 
 def counts(pool):

@@ -7,7 +7,7 @@ from threading import Event
 from typing import Any, NamedTuple
 
 import httpx
-from servers import data_url
+from servers import messages
 
 from vllm_neuron_cache.demo.media import load_photograph
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
@@ -148,17 +148,13 @@ class HttpService:
         self._leave.set()
 
     def body(self, ask: Ask, **more: Any) -> dict:
-        content = [
-            *({"type": "image_url", "image_url": {"url": data_url(load_photograph(name))}} for name in ask.images),
-            {"type": "text", "text": ask.text},
-        ]
         return {
             "model": "tiny",
             "temperature": 0,
             "max_tokens": MAX_TOKENS,
             "ignore_eos": True,
             "return_token_ids": True,
-            "messages": [{"role": "user", "content": content}],
+            "messages": messages([load_photograph(name) for name in ask.images], ask.text),
         } | more
 
     def _ask(self, ask: Ask, is_victim: bool) -> Answer:

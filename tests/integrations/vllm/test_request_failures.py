@@ -136,13 +136,12 @@ def abort_before_the_report(service, monkeypatch):
 
 def ask_and_leave(service, ask: Ask) -> None:
     """Nothing comes back for a request that the scheduler has aborted by itself; the front end is told as well."""
-    ids = []
     llm_engine = service.engine.llm.llm_engine
     from vllm import SamplingParams
 
     media = Media(images={name: load_photograph(name) for name in ask.images})
     prompt = engine_prompt(MediaRequest(before=ask.text, images=ask.images), media)
-    ids.append(llm_engine.add_request("leaving", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)))
+    llm_engine.add_request("leaving", prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
     for _ in range(6):
         llm_engine.step()
     llm_engine.abort_request(["leaving"])
