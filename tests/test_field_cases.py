@@ -3,14 +3,14 @@
 import ast
 from pathlib import Path
 
-ENGINES = "integrations/vllm/test_field_cases.py"
+ENGINES = "integrations/vllm/test_field_cases_in_engine.py"
 FAULTS = "integrations/vllm/test_fault_matrix.py::test_only_the_request_that_meets_the_fault_fails"
 MANAGER = "integrations/vllm/test_manager.py"
 POOL = "encoder_cache/test_pool.py"
 HOLDS = "encoder_cache/test_holds.py"
 READ_PLAN = "encoder_cache/test_read_plan.py"
 FRONT_END = "integrations/vllm/test_front_end.py"
-IDENTITY = "integrations/vllm/test_identity.py"
+IDENTITY = "integrations/vllm/test_identity_in_engine.py"
 
 CASES = {
     # Free, evict, reuse
