@@ -32,15 +32,20 @@ def test_nothing_given_means_the_documented_defaults(additional_config):
         "encoder": DEFAULTS,
         "encoder_cache_block_size": None,
         "encoder_cache_num_blocks_exact": None,
+        "eviction": "lru",
         "lane": "inductor",
     }
 
 
 def test_every_key_of_ours_is_read():
-    config = read(
-        vllm_neuron_cache={"encoder_cache_block_size": 64, "encoder_cache_num_blocks_exact": 17, "lane": "eager"}
-    )
-    assert (config.encoder_cache_block_size, config.encoder_cache_num_blocks_exact, config.lane) == (64, 17, "eager")
+    values = {
+        "encoder_cache_block_size": 64,
+        "encoder_cache_num_blocks_exact": 17,
+        "eviction": "gdsf",
+        "lane": "eager",
+    }
+    config = read(vllm_neuron_cache=values)
+    assert {name: getattr(config, name) for name in values} == values
 
 
 @pytest.mark.parametrize("namespace", ["encoder_neuron_config", "vision_neuron_config"])

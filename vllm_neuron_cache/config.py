@@ -18,6 +18,7 @@ ENCODER_NAMESPACE = "encoder_neuron_config"
 ENCODER_NAMESPACE_OLD = "vision_neuron_config"
 
 LANES = ("inductor", "eager")
+EVICTION_POLICIES = ("lru", "gdsf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,16 @@ class NeuronCacheConfig:
     encoder: EncoderNeuronConfig = field(default_factory=EncoderNeuronConfig)
 
     encoder_cache_block_size: int | None = None
-    """Token rows in one cache block: any divisor of the encoder's block (attention block over merge factor).
-    None takes the encoder's block itself."""
+    """Token rows in one cache block: any divisor of the encoder's block (attention block over merge factor). None
+    chooses by the smallest image that the model's processor makes: a quarter of its rows or less, but no less than 16.
+    Where a number of blocks is configured, and under the vendor's plugin, None is the encoder's block itself."""
 
     encoder_cache_num_blocks_exact: int | None = None
     """Fixes the number of blocks, scratch block included, instead of deriving it."""
+
+    eviction: str = "lru"
+    """Which item goes first when room is needed: "lru" the one needed least recently, "gdsf" the one whose blocks save
+    the least encoding (greedy dual size frequency)."""
 
     lane: str = "inductor"
     """How graphs are lowered: "inductor" compiles them, "eager" runs the reference."""
@@ -71,8 +77,16 @@ class NeuronCacheConfig:
                 f"number of blocks and {ENCODER_NAMESPACE}.encoder_cache_num_blocks "
                 f"({self.encoder.encoder_cache_num_blocks}) is a floor under it. Give one of the two."
             )
-        if self.lane not in LANES:
-            raise ConfigurationError(f"{OWN_NAMESPACE}.lane is {self.lane!r}; give one of {', '.join(LANES)}.")
+        for name, allowed in (("eviction", EVICTION_POLICIES), ("lane", LANES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(
+                    f"{OWN_NAMESPACE}.{name} is {getattr(self, name)!r}; give one of {', '.join(allowed)}."
+                )
+
+    @property
+    def fixes_num_blocks(self) -> bool:
+        """Whether a number of blocks is configured, as a floor or exactly."""
+        return self.encoder.encoder_cache_num_blocks is not None or self.encoder_cache_num_blocks_exact is not None
 
     @classmethod
     def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> "NeuronCacheConfig":

@@ -17,7 +17,7 @@ def counts(pool):
 
 
 def snapshot(pool):
-    return copy.deepcopy(vars(pool) | {"_held": vars(pool._held), "_leases": vars(pool._leases)})
+    return copy.deepcopy(vars(pool) | {name: vars(vars(pool)[name]) for name in ("_held", "_leases", "_policy")})
 
 
 # States --------------------------------------------------------------------------------------------------------
@@ -392,11 +392,11 @@ def block_outside_the_pool(pool):
 
 
 def evictable_item_missing_from_the_order(pool):
-    del pool._evictable["a"]
+    del pool._policy._items[pool.get("a").generation]
 
 
 def resident_item_in_the_order(pool):
-    pool._evictable["b"] = pool.get("b")
+    pool._policy.add(pool.get("b"))
 
 
 def state_changed_without_the_order(pool):
@@ -404,7 +404,7 @@ def state_changed_without_the_order(pool):
 
 
 def evictable_blocks_miscounted(pool):
-    pool._num_evictable_blocks -= 1
+    pool._policy.num_blocks -= 1
 
 
 def reserved_item_not_awaited(pool):
@@ -440,7 +440,12 @@ def generation_given_twice(pool):
 
 
 def another_object_in_the_order(pool):
-    pool._evictable["a"] = dataclasses.replace(pool.get("a"), block_ids=(0, 0))
+    item = pool.get("a")
+    pool._policy._items[item.generation] = dataclasses.replace(item, block_ids=(0, 0))
+
+
+def token_rows_miscounted(pool):
+    pool._num_tokens -= 1
 
 
 def peak_below_what_is_used(pool):
@@ -466,6 +471,7 @@ CORRUPTIONS = [
     (generation_from_the_future, ["99", "of 3"]),
     (generation_given_twice, ["[1, 1, 3]"]),
     (another_object_in_the_order, ["state evictable: ['a']", "to be evicted: ['a']"]),
+    (token_rows_miscounted, ["token rows: 16 in items", "15 counted"]),
     (peak_below_what_is_used, ["blocks are used", "peak is 0"]),
 ]
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.item import item_layout
-from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry, num_blocks_needed
+from vllm_neuron_cache.encoder_cache.sizing import (
+    CacheGeometry,
+    cache_geometry,
+    choose_block_size,
+    num_blocks_needed,
+)
 from vllm_neuron_cache.errors import ConfigurationError
 
 
@@ -17,8 +22,14 @@ def config_of(patches=2048, *, floor=None, block_size=None, exact=None):
     return NeuronCacheConfig(encoder=encoder, encoder_cache_block_size=block_size, encoder_cache_num_blocks_exact=exact)
 
 
-def geometry_of(config, *, merge_factor=4, budget=0, largest=()):
-    return cache_geometry(config, merge_factor=merge_factor, encoder_cache_size=budget, largest_item_tokens=largest)
+def geometry_of(config, *, merge_factor=4, budget=0, largest=(), smallest=None):
+    return cache_geometry(
+        config,
+        merge_factor=merge_factor,
+        encoder_cache_size=budget,
+        largest_item_tokens=largest,
+        smallest_item_tokens=smallest,
+    )
 
 
 def refusal(config, **kwargs) -> str:
@@ -33,7 +44,7 @@ def test_the_last_block_is_the_scratch_block_and_items_own_the_others():
     assert geometry.num_item_blocks == 8
 
 
-def test_the_default_block_is_the_encoders_block_after_the_merger():
+def test_without_a_smallest_image_the_block_is_the_encoders_block_after_the_merger():
     geometry = geometry_of(config_of(2048), budget=4096)
     assert geometry == CacheGeometry(num_blocks=9, block_size=512, encoder_block_size=512)
 
@@ -133,3 +144,42 @@ def test_every_item_that_the_budget_or_a_modality_admits_fits_into_an_empty_pool
     assert layout.num_blocks <= geometry.num_item_blocks
     assert geometry.num_item_blocks * block_size >= budget
     assert geometry.num_blocks >= (floor or 2)
+
+
+# The chosen block ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "encoder_block_size, smallest, block_size",
+    [
+        (512, 64, 16),  # Qwen3-VL: 256 x 256 pixels
+        (512, 4, 16),  # Qwen2-VL: 56 x 56
+        (512, 63, 16),
+        (512, 256, 64),
+        (512, 255, 32),
+        (512, 1 << 20, 512),
+        (509, 64, 509),  # a prime has no other divisor
+        (500, 64, 20),
+        (8, 64, 8),
+    ],
+)
+def test_the_chosen_block_is_a_quarter_of_the_smallest_image(encoder_block_size, smallest, block_size):
+    assert choose_block_size(encoder_block_size, smallest) == block_size
+    geometry = geometry_of(config_of(4 * encoder_block_size), budget=4096, smallest=smallest)
+    assert (geometry.block_size, geometry.encoder_block_size) == (block_size, encoder_block_size)
+
+
+@given(st.integers(1, 4096), st.integers(1, 100_000))
+def test_a_chosen_block_divides_and_wastes_little(encoder_block_size, smallest):
+    block_size = choose_block_size(encoder_block_size, smallest)
+    assert encoder_block_size % block_size == 0
+    if block_size > 16 and any(encoder_block_size % size == 0 for size in range(16, block_size)):
+        assert 4 * block_size <= smallest
+        num_rows = -(-smallest // block_size) * block_size
+        assert (num_rows - smallest) / num_rows <= 0.2
+
+
+@pytest.mark.parametrize("fixed", [{"floor": 9}, {"exact": 9}, {"block_size": 512}])
+def test_what_is_configured_is_not_chosen(fixed):
+    """A number of blocks is one of the encoder's blocks, as in vLLM Neuron."""
+    assert geometry_of(config_of(**fixed), budget=4096, smallest=64).block_size == 512

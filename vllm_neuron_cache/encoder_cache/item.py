@@ -6,6 +6,7 @@ deriving it twice.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ def num_dense_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+@lru_cache(maxsize=4096)
 def dense_layout(num_tokens: int, block_size: int) -> ItemLayout:
     """Rows without gaps: every block full but the last. Images and audio lie like this."""
     full, rest = divmod(num_tokens, block_size)

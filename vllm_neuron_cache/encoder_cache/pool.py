@@ -3,12 +3,14 @@
 import enum
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm_neuron_cache.encoder_cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from vllm_neuron_cache.encoder_cache.holds import HeldItems, Hold, Leases
 from vllm_neuron_cache.encoder_cache.item import ItemLayout
+from vllm_neuron_cache.encoder_cache.metrics import BlocksByState, PoolHistograms
 from vllm_neuron_cache.errors import IntegrityError, PoolExhaustedError
 
 
@@ -35,6 +37,8 @@ class PoolItem:
     layout: ItemLayout
     block_ids: tuple[int, ...]
     state: ItemState
+    num_tokens: int
+    """Of the layout, which would have to count them."""
     reserved_in: int
     """Sequence number of the step whose encoder run writes the item."""
     references: set[str] = field(default_factory=set)
@@ -43,14 +47,22 @@ class PoolItem:
     """Readers outside the process, and when the lease of each runs out, in seconds of the pool's clock."""
     hold: Hold | None = None
     """Of a HELD item; None in every other state."""
+    modality: str = ""
+    """For whoever counts; the pool does not mind."""
+    num_uses: int = 1
+    """Requests that have referred to the item since it was reserved."""
+    reserved_at: float = 0.0
+    """Seconds of the pool's clock."""
+    idle_since: float = 0.0
+    """When the item was EVICTABLE last, in seconds of the pool's clock."""
 
 
 class EncoderBlockPool:
     """FREE -> RESERVED -> RESIDENT <-> EVICTABLE (-> HELD) -> FREE: the allocator of the encoder cache.
 
-    Blocks are handed out first-in first-out, and items are evicted in the order in which they became EVICTABLE (least
-    recently used first), which is the order of vLLM's own manager. No randomness, and no clock but the one it is
-    given: the same calls at the same times give the same block ids.
+    Blocks are handed out first-in first-out, and items are evicted in the order of the policy: least recently used
+    first, as vLLM's own manager does, unless another is given. No randomness, and no clock but the one it is given: the
+    same calls at the same times give the same block ids.
 
     An item becomes EVICTABLE when it loses its last reference, but not before the step that writes it is acknowledged:
     until then a worker may still be writing.
@@ -67,20 +79,29 @@ class EncoderBlockPool:
     `invalidate`, `reclaim`, `acknowledge` and `clear`.
     """
 
-    def __init__(self, num_blocks: int, *, min_hold_ms: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        """`num_blocks` is the number of blocks that items can own, without the scratch block. `clock` tells seconds."""
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        min_hold_ms: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        """`num_blocks` is the number of blocks that items can own, without the scratch block. `clock` tells seconds.
+        The `policy` is the pool's own from now on; None makes a `LeastRecentlyUsed`."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block for items, not {num_blocks}")
         self.num_blocks = num_blocks
         self._clock = clock
         self._free_blocks: deque[int] = deque(range(num_blocks))
         self._items: dict[str, PoolItem] = {}
-        self._evictable: OrderedDict[str, PoolItem] = OrderedDict()
-        self._num_evictable_blocks = 0
+        self._policy = policy or LeastRecentlyUsed()
         self._unacknowledged: deque[PoolItem] = deque()
         self._held = HeldItems(min_hold_ms)
         self._leases = Leases()
         self._last_generation = 0
+        self._num_tokens = 0
+        self.histograms = PoolHistograms()
         self.peak_used_blocks = 0
 
     # Reading ---------------------------------------------------------------------------------------------------
@@ -91,7 +112,7 @@ class EncoderBlockPool:
 
     @property
     def num_evictable_blocks(self) -> int:
-        return self._num_evictable_blocks
+        return self._policy.num_blocks
 
     @property
     def num_held_blocks(self) -> int:
@@ -101,6 +122,28 @@ class EncoderBlockPool:
     def num_used_blocks(self) -> int:
         """Blocks that hold an item, in whatever state."""
         return self.num_blocks - len(self._free_blocks)
+
+    @property
+    def num_items(self) -> int:
+        """Items that `get` finds."""
+        return len(self._items)
+
+    @property
+    def num_tokens(self) -> int:
+        """Token rows in the blocks that hold an item, in whatever state."""
+        return self._num_tokens
+
+    def blocks_by_state(self) -> BlocksByState:
+        """How many blocks are in which state."""
+        num_reserved = sum(len(item.block_ids) for item in self._items.values() if item.state is ItemState.RESERVED)
+        num_others = len(self._free_blocks) + num_reserved + self._policy.num_blocks + self._held.num_blocks
+        return BlocksByState(
+            free=len(self._free_blocks),
+            reserved=num_reserved,
+            resident=self.num_blocks - num_others,
+            evictable=self._policy.num_blocks,
+            held=self._held.num_blocks,
+        )
 
     def get(self, key: str) -> PoolItem | None:
         """The item of that key, in any state; a HELD one is there until its blocks are free."""
@@ -116,7 +159,7 @@ class EncoderBlockPool:
         Blocks of an item that a request refers to or a reader has a lease on do not count; a lease that ran out does
         not matter.
         """
-        num_ready = len(self._free_blocks) + self._num_evictable_blocks
+        num_ready = len(self._free_blocks) + self._policy.num_blocks
         if num_blocks <= num_ready or not (self._held or self._leases):
             return num_blocks <= num_ready
         now = self._clock()
@@ -138,14 +181,15 @@ class EncoderBlockPool:
         """
         if not self.can_reserve(num_blocks):
             raise PoolExhaustedError(
-                f"{num_blocks} blocks wanted; {len(self._free_blocks)} are free and {self._num_evictable_blocks} "
+                f"{num_blocks} blocks wanted; {len(self._free_blocks)} are free and {self._policy.num_blocks} "
                 f"evictable, of {self.num_blocks}; {self._held.num_blocks} are held, {len(self._leases)} items leased"
             )
         freed = self.reclaim()
         num_awaited = sum(len(item.block_ids) for item in self._held if not item.leases)
         num_missing = num_blocks - len(self._free_blocks) - num_awaited
         while num_missing > 0:
-            item = self.evict(next(iter(self._evictable)), last_step=last_step)
+            item = self._policy.evict()
+            self._give_up(item, last_step)
             num_missing -= len(item.block_ids)
             if item.state is not ItemState.HELD:
                 freed.append(item)
@@ -157,12 +201,9 @@ class EncoderBlockPool:
         `last_step` is the number of the last step that may read the item, 0 if nothing is in flight. Raises `KeyError`
         for an item in another state.
         """
-        item = self._evictable.pop(key)
-        self._num_evictable_blocks -= len(item.block_ids)
-        if self._held.min_hold_s:
-            self._hold(item, Hold(self._clock(), last_step))
-        else:
-            self._forget(item)
+        item = self._items[key]
+        self._policy.remove(item)
+        self._give_up(item, last_step)
         return item
 
     def invalidate(self, key: str, *, last_step: int = 0) -> PoolItem:
@@ -184,7 +225,7 @@ class EncoderBlockPool:
         del self._items[key]
         if self._held.is_over(item, now):
             self._held.remove(item)
-            self._free_blocks.extend(item.block_ids)
+            self._free(item)
         return item
 
     def reclaim(self) -> list[PoolItem]:
@@ -201,13 +242,13 @@ class EncoderBlockPool:
         for item in [item for item in self._held if self._held.is_over(item, now)]:
             self._held.remove(item)
             if self._items.get(item.key) is item:
-                self._forget(item)
+                self._forget_evicted(item)
                 evicted.append(item)
             else:
-                self._free_blocks.extend(item.block_ids)
+                self._free(item)
         return evicted
 
-    def reserve(self, key: str, layout: ItemLayout, *, reference: str, step: int) -> PoolItem:
+    def reserve(self, key: str, layout: ItemLayout, *, reference: str, step: int, modality: str = "") -> PoolItem:
         """Assigns free blocks to a new item, referred to by `reference` and written in `step`.
 
         Raises `PoolExhaustedError` without room (call `make_room` first), `ValueError` for a key that is there already
@@ -223,18 +264,24 @@ class EncoderBlockPool:
                 f"{len(self._free_blocks)} are free, of {self.num_blocks}"
             )
         self._last_generation += 1
+        num_tokens = layout.num_tokens
+        take = self._free_blocks.popleft
         item = PoolItem(
             key=key,
             generation=self._last_generation,
             layout=layout,
-            block_ids=tuple(self._free_blocks.popleft() for _ in range(layout.num_blocks)),
+            block_ids=tuple([take() for _ in range(layout.num_blocks)]),
             state=ItemState.RESERVED,
+            num_tokens=num_tokens,
             reserved_in=step,
             references={reference},
+            modality=modality,
+            reserved_at=self._clock(),
         )
         self._items[key] = item
         self._unacknowledged.append(item)
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        self._num_tokens += num_tokens
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_blocks - len(self._free_blocks))
         return item
 
     def roll_back(self, key: str) -> PoolItem:
@@ -258,11 +305,15 @@ class EncoderBlockPool:
         if reference in item.references:
             return False
         item.references.add(reference)
+        item.num_uses += 1
         if item.state is ItemState.EVICTABLE:
             self._keep(item)
         elif item.state is ItemState.HELD:
             self._held.remove(item)
             item.state, item.hold = ItemState.RESIDENT, None
+        else:
+            return True
+        self.histograms.reuse_gap.observe(self._clock() - item.idle_since)
         return True
 
     def release(self, key: str, reference: str) -> None:
@@ -298,7 +349,8 @@ class EncoderBlockPool:
 
     def acknowledge(self, step: int) -> None:
         """Notes that the workers finished every step up to `step`: what those steps reserved is written."""
-        self._held.acknowledge(step)
+        if self._held.min_hold_s:
+            self._held.acknowledge(step)
         while self._unacknowledged and self._unacknowledged[0].reserved_in <= step:
             item = self._unacknowledged.popleft()
             if self._items.get(item.key) is not item:  # the pool was cleared meanwhile
@@ -319,32 +371,48 @@ class EncoderBlockPool:
                 item.references.clear()
                 self._hold(item, Hold(now, last_step))
         self._items.clear()
-        self._evictable.clear()
-        self._num_evictable_blocks = 0
+        self._policy.clear()
         self._unacknowledged.clear()
         for item in [item for item in self._held if self._held.is_over(item, now)]:
             self._held.remove(item)
+        self._num_tokens = sum(item.num_tokens for item in self._held)
         held = {block for item in self._held for block in item.block_ids}
         self._free_blocks = deque(block for block in range(self.num_blocks) if block not in held)
 
     # States ----------------------------------------------------------------------------------------------------
 
+    def _give_up(self, item: PoolItem, last_step: int) -> None:
+        """EVICTABLE -> HELD or FREE; the policy has let go of the item."""
+        if self._held.min_hold_s:
+            self._hold(item, Hold(self._clock(), last_step))
+        else:
+            self._forget_evicted(item)
+
+    def _forget_evicted(self, item: PoolItem) -> None:
+        now = self._clock()
+        self.histograms.lifetime.observe(now - item.reserved_at)
+        self.histograms.idle_before_eviction.observe(now - item.idle_since)
+        self._forget(item)
+
     def _forget(self, item: PoolItem) -> None:
         del self._items[item.key]
+        self._free(item)
+
+    def _free(self, item: PoolItem) -> None:
         self._free_blocks.extend(item.block_ids)
+        self._num_tokens -= item.num_tokens
 
     def _keep(self, item: PoolItem) -> None:
         """EVICTABLE -> RESIDENT."""
-        del self._evictable[item.key]
-        self._num_evictable_blocks -= len(item.block_ids)
+        self._policy.remove(item)
         item.state = ItemState.RESIDENT
 
     def _let_go(self, item: PoolItem) -> None:
         """RESIDENT -> EVICTABLE, if nobody needs the item any longer."""
         if item.state is ItemState.RESIDENT and not item.references and not item.leases:
             item.state = ItemState.EVICTABLE
-            self._evictable[item.key] = item
-            self._num_evictable_blocks += len(item.block_ids)
+            item.idle_since = self._clock()
+            self._policy.add(item)
 
     def _hold(self, item: PoolItem, hold: Hold) -> None:
         item.state = ItemState.HELD
@@ -370,17 +438,16 @@ class EncoderBlockPool:
         if generations != sorted(set(generations)) or not all(0 < g <= self._last_generation for g in generations):
             raise IntegrityError(f"generations {generations}, of {self._last_generation} handed out")
         for key, item in [*self._items.items(), *((item.key, item) for item in keyless)]:
-            if key != item.key or len(item.block_ids) != item.layout.num_blocks:
+            layout = item.layout
+            if key != item.key or (len(item.block_ids), item.num_tokens) != (layout.num_blocks, layout.num_tokens):
                 raise IntegrityError(f"item {key!r} is recorded as {item}")
             _check_item(item)
+        num_tokens = sum(item.layout.num_tokens for item in items)
+        if num_tokens != self._num_tokens:
+            raise IntegrityError(f"token rows: {num_tokens} in items, {self._num_tokens} counted")
 
     def _check_lists(self, items: list[PoolItem]) -> None:
-        evictable = {item.key: item for item in items if item.state is ItemState.EVICTABLE}
-        if evictable != dict(self._evictable):
-            raise IntegrityError(f"items in state evictable: {list(evictable)}; to be evicted: {list(self._evictable)}")
-        num_evictable = sum(len(item.block_ids) for item in self._evictable.values())
-        if num_evictable != self._num_evictable_blocks:
-            raise IntegrityError(f"evictable blocks: {num_evictable} in items, {self._num_evictable_blocks} counted")
+        self._policy.check_integrity([item for item in items if item.state is ItemState.EVICTABLE])
         reserved = {item.key for item in items if item.state is ItemState.RESERVED}
         awaited = {item.key for item in self._unacknowledged if self._items.get(item.key) is item}
         if reserved != awaited:

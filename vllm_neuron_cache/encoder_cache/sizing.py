@@ -28,12 +28,28 @@ class CacheGeometry(NamedTuple):
         return self.num_blocks - 1
 
 
+MIN_CHOSEN_BLOCK_SIZE = 16
+"""Finer blocks would save few rows more, and every block of an item costs the scheduler time. As vLLM's KV blocks."""
+
+
+def choose_block_size(encoder_block_size: int, smallest_item_tokens: int) -> int:
+    """The block size that wastes little on the smallest legal image and is no finer than that takes.
+
+    It is the largest divisor of the encoder's block that is at most a quarter of the smallest image, so that an image
+    wastes at most a fifth of its blocks' rows, but at least `MIN_CHOSEN_BLOCK_SIZE`. All in token rows; an encoder's
+    block of less than that is taken whole.
+    """
+    divisors = [size for size in _divisors(encoder_block_size) if size >= MIN_CHOSEN_BLOCK_SIZE] or [encoder_block_size]
+    return max((size for size in divisors if 4 * size <= smallest_item_tokens), default=divisors[0])
+
+
 def cache_geometry(
     config: NeuronCacheConfig,
     *,
     merge_factor: int,
     encoder_cache_size: int,
     largest_item_tokens: Iterable[int],
+    smallest_item_tokens: int | None = None,
 ) -> CacheGeometry:
     """Derives the geometry from the configuration, the model and the scheduler's budget.
 
@@ -42,8 +58,12 @@ def cache_geometry(
         merge_factor: patches that the encoder's merger turns into one token (4 for a 2x2 merger).
         encoder_cache_size: the scheduler's budget, in token rows.
         largest_item_tokens: token rows of the largest legal item of each modality.
+        smallest_item_tokens: token rows of the smallest legal image, for the default of the block size. None where it
+            is not known, or the encoder's own block is wanted.
 
-    A number fixed by `encoder_cache_num_blocks_exact` is taken as it is, also below `num_blocks_needed`.
+    Without a configured block size it is `choose_block_size`'s; but a configured number of blocks, which means nothing
+    without their size, is one of encoder's blocks, as in vLLM Neuron. A number fixed by
+    `encoder_cache_num_blocks_exact` is taken as it is, also below `num_blocks_needed`.
 
     Raises `ConfigurationError` when a size does not divide.
     """
@@ -55,6 +75,8 @@ def cache_geometry(
         )
     encoder_block_size = patches // merge_factor
     block_size = config.encoder_cache_block_size or encoder_block_size
+    if config.encoder_cache_block_size is None and not config.fixes_num_blocks and smallest_item_tokens is not None:
+        block_size = choose_block_size(encoder_block_size, smallest_item_tokens)
     if encoder_block_size % block_size:
         raise ConfigurationError(
             f"encoder_cache_block_size is {block_size} and does not divide the encoder's block of {encoder_block_size} "

@@ -94,7 +94,8 @@ class StepJournal:
         """
         if seq > self._seq:
             raise StepProtocolError(f"step {seq} was acknowledged, and the last step scheduled is {self._seq}")
-        self._acknowledged = max(self._acknowledged, seq)
+        if seq > self._acknowledged:
+            self._acknowledged = seq
         if self._unacknowledged and self._unacknowledged[0].seq <= seq:
             self._unacknowledged = [delta for delta in self._unacknowledged if delta.seq > seq]
 

@@ -1,8 +1,7 @@
 """vLLM's encoder-cache manager, accounting in blocks."""
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 
 from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -10,7 +9,9 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 from vllm_neuron_cache.config import NeuronCacheConfig
-from vllm_neuron_cache.encoder_cache.item import ItemLayout, num_dense_blocks
+from vllm_neuron_cache.encoder_cache.eviction import POLICIES, EvictionPolicy
+from vllm_neuron_cache.encoder_cache.item import ItemLayout, dense_layout, num_dense_blocks
+from vllm_neuron_cache.encoder_cache.metrics import CacheCounters, PoolGauges
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool, ItemState, PoolItem
 from vllm_neuron_cache.encoder_cache.report import WorkerEntry, WorkerEpochs
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
@@ -19,21 +20,7 @@ from vllm_neuron_cache.errors import ConfigurationError, IntegrityError
 from vllm_neuron_cache.integrations.vllm.geometry import placeholder_layout, resolve_geometry
 from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata
 
-
-@dataclass(kw_only=True, slots=True)
-class ManagerStats:
-    """Counted since the manager was made. A query is a request asking for an item for the first time in its life,
-    or again after it let go of it."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    invalidations: int = 0
-    """Items whose write failed, or whose rows a worker could not find."""
-
-    @property
-    def queries(self) -> int:
-        return self.hits + self.misses
+_NO_INPUTS: Set[int] = frozenset()
 
 
 class BlockEncoderCacheManager(EncoderCacheManager):
@@ -57,7 +44,10 @@ class BlockEncoderCacheManager(EncoderCacheManager):
             )
         config = NeuronCacheConfig.from_additional_config(vllm_config.additional_config)
         return cls(
-            resolve_geometry(vllm_config), cache_size, min_hold_ms=config.encoder.encoder_cache_min_hold_time_ms or 0
+            resolve_geometry(vllm_config),
+            cache_size,
+            min_hold_ms=config.encoder.encoder_cache_min_hold_time_ms or 0,
+            policy=POLICIES[config.eviction](),
         )
 
     def __init__(
@@ -67,12 +57,13 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         *,
         min_hold_ms: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        policy: EvictionPolicy | None = None,
     ) -> None:
-        """`min_hold_ms` and `clock` as in `EncoderBlockPool`."""
+        """`min_hold_ms`, `clock` and `policy` as in `EncoderBlockPool`."""
         super().__init__(cache_size)
         self.geometry = geometry
-        self.stats = ManagerStats()
-        self._pool = EncoderBlockPool(geometry.num_item_blocks, min_hold_ms=min_hold_ms, clock=clock)
+        self.stats = CacheCounters()
+        self._pool = EncoderBlockPool(geometry.num_item_blocks, min_hold_ms=min_hold_ms, clock=clock, policy=policy)
         self._journal = StepJournal()
         self.worker_epochs = WorkerEpochs()
         # Request id -> ids of its inputs that it refers to.
@@ -83,6 +74,8 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         # Layouts of items with frames; those of dense items are cheaper to make than to find.
         self._frame_layouts: dict[str, ItemLayout] = {}
         self._freed: list[str] = []
+        # Inputs that found no room, (request id, input id), until they have it or their request ends.
+        self._waiting: set[tuple[str, int]] = set()
 
     @property
     def pool(self) -> EncoderBlockPool:
@@ -99,13 +92,16 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         feature = request.mm_features[input_id]
         key = feature.identifier
         item = self._pool.get(key)
-        if item is None or item.layout.num_tokens != feature.mm_position.get_num_embeds():
+        if item is None or item.num_tokens != feature.mm_position.get_num_embeds():
             return False
-        inputs = self._inputs.setdefault(request.request_id, set())
+        request_id = request.request_id
+        inputs = self._inputs.get(request_id)
+        if inputs is None:
+            inputs = self._inputs[request_id] = set()
         if input_id not in inputs:
             inputs.add(input_id)
-            if self._pool.refer(key, request.request_id):
-                self.stats.hits += 1
+            if self._pool.refer(key, request_id):
+                self.stats.of(feature.modality).hits += 1
                 self._taken.append((request, input_id))
         return True
 
@@ -128,26 +124,36 @@ class BlockEncoderCacheManager(EncoderCacheManager):
             self._note_eviction(self._pool.invalidate(feature.identifier, last_step=self._last_step_made))
         num_blocks = self._num_blocks(feature) + self._num_pending_blocks(request, input_id, num_embeds_to_schedule)
         if not self._pool.can_reserve(num_blocks):
+            self._note_wait(request, input_id)
             return False
         if num_blocks > self._pool.num_free_blocks:
             for item in self._pool.make_room(num_blocks, last_step=self._last_step_made):
                 self._note_eviction(item)
-        # Blocks that somebody may still be reading come free in a later pass.
-        return num_blocks <= self._pool.num_free_blocks
+        if num_blocks > self._pool.num_free_blocks:
+            # Blocks that somebody may still be reading come free in a later pass.
+            self._note_wait(request, input_id)
+            return False
+        return True
 
     def allocate(self, request: Request, input_id: int) -> None:
         """Reserves the item's blocks for the step that is being made. `can_allocate` has made the room."""
         feature = request.mm_features[input_id]
         item = self._pool.reserve(
-            feature.identifier, self._layout(feature), reference=request.request_id, step=self._journal.open_seq
+            feature.identifier,
+            self._layout(feature),
+            reference=request.request_id,
+            step=self._journal.open_seq,
+            modality=feature.modality,
         )
         self._journal.record_allocation(item)
         self._inputs.setdefault(request.request_id, set()).add(input_id)
         self._reserved.append((request, input_id))
-        self.stats.misses += 1
+        self.stats.of(feature.modality).misses += 1
+        if self._waiting:
+            self._waiting.discard((request.request_id, input_id))
 
-    def get_cached_input_ids(self, request: Request) -> set[int]:
-        return self._inputs.get(request.request_id, set())
+    def get_cached_input_ids(self, request: Request) -> Set[int]:
+        return self._inputs.get(request.request_id, _NO_INPUTS)
 
     def free_encoder_input(self, request: Request, input_id: int) -> None:
         """Drops one input of a request. The item stays referred to while another input of the request is the same."""
@@ -165,17 +171,24 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         """Drops every reference of a request, at its end or when it is preempted."""
         for input_id in sorted(self._inputs.get(request.request_id, ())):
             self.free_encoder_input(request, input_id)
-        for feature in request.mm_features:
-            self._frame_layouts.pop(feature.identifier, None)
+        if self._frame_layouts:
+            for feature in request.mm_features:
+                self._frame_layouts.pop(feature.identifier, None)
+        if self._waiting:
+            self._waiting.difference_update(
+                [(request.request_id, input_id) for input_id in range(len(request.mm_features))]
+            )
 
     def get_freed_mm_hashes(self) -> list[str]:
         """Keys evicted in this pass and not allocated again in it, for whoever reads vLLM's own list."""
+        if not self._freed:
+            return []
         freed, self._freed = self._freed, []
         return [key for key in freed if self._pool.get(key) is None]
 
     def get_manager_metadata(self) -> BlockCacheMetadata:
         """Closes the pass; vLLM calls it once per `schedule`, last."""
-        return BlockCacheMetadata(step=self._journal.close_step(), worker_epochs=self.worker_epochs)
+        return BlockCacheMetadata(self._journal.close_step(), self.worker_epochs)
 
     def reset(self) -> None:
         """Forgets everything. What running requests still need is encoded again."""
@@ -186,6 +199,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         self._reserved.clear()
         self._freed.clear()
         self._frame_layouts.clear()
+        self._waiting.clear()
 
     # Called by BlockSchedulerMixin -----------------------------------------------------------------------------
 
@@ -201,13 +215,15 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         A request that reserved an item and was preempted later in the pass will not encode it. If a request in the
         step reads the item, that one encodes it instead; otherwise the reservation is rolled back.
         """
-        readers = {}
+        if not self._taken and not self._reserved:
+            return
+        readers: dict[str, tuple[str, int]] = {}
         for request, input_id in self._taken:
             key = request.mm_features[input_id].identifier
             if request.request_id in scheduled:
                 readers[key] = request.request_id, input_id
                 continue
-            self.stats.hits -= 1
+            self.stats.of(request.mm_features[input_id].modality).hits -= 1
             for held in sorted(self._inputs.get(request.request_id, ())):
                 if request.mm_features[held].identifier == key:
                     self.free_encoder_input(request, held)
@@ -224,18 +240,35 @@ class BlockEncoderCacheManager(EncoderCacheManager):
             request_id, input_id = readers[key]
             encoder_inputs.setdefault(request_id, []).append(input_id)
             return
-        self.stats.misses -= 1
-        self._journal.record_eviction(self._pool.roll_back(key))
+        item = self._pool.roll_back(key)
+        self.stats.of(item.modality).misses -= 1
+        self._journal.record_eviction(item)
 
     def _note_eviction(self, item: PoolItem) -> None:
-        self.stats.evictions += 1
+        self.stats.of(item.modality).evictions += 1
         self._freed.append(item.key)
         self._journal.record_eviction(item)
 
+    def _note_wait(self, request: Request, input_id: int) -> None:
+        if (request.request_id, input_id) not in self._waiting:
+            self._waiting.add((request.request_id, input_id))
+            self.stats.of(request.mm_features[input_id].modality).waits += 1
+
+    def gauges(self) -> PoolGauges:
+        """The pool as it is now; for whoever exports it."""
+        num_rows = self._pool.num_used_blocks * self.geometry.block_size
+        return PoolGauges(
+            blocks=self._pool.blocks_by_state(),
+            num_items=self._pool.num_items,
+            num_tokens=self._pool.num_tokens,
+            padding_waste=1 - self._pool.num_tokens / num_rows if num_rows else 0.0,
+        )
+
     def acknowledge(self, metadata: BlockCacheMetadata) -> None:
         """The step that `metadata` belongs to has come back from the workers."""
-        self._journal.acknowledge(metadata.step.seq)
-        self._pool.acknowledge(metadata.step.seq)
+        seq = metadata.step.seq
+        self._journal.acknowledge(seq)
+        self._pool.acknowledge(seq)
 
     @property
     def last_step_in_flight(self) -> int | None:
@@ -264,7 +297,7 @@ class BlockEncoderCacheManager(EncoderCacheManager):
             for input_id in sorted(self._inputs[request_id]):
                 if request.mm_features[input_id].identifier == key:
                     self.free_encoder_input(request, input_id)
-        self.stats.invalidations += 1
+        self.stats.of(item.modality).invalidations += 1
         self._journal.record_eviction(self._pool.invalidate(key, last_step=self._last_step_made))
 
     def check_integrity(self, ranks: Iterable[Iterable[WorkerEntry]] = ()) -> None:
@@ -294,8 +327,11 @@ class BlockEncoderCacheManager(EncoderCacheManager):
         return self._layout(feature).num_blocks
 
     def _layout(self, feature: MultiModalFeatureSpec) -> ItemLayout:
-        if feature.modality != "video" or feature.mm_position.is_embed is None:
-            return placeholder_layout(feature.modality, feature.mm_position, self.geometry)
+        position = feature.mm_position
+        if position.is_embed is None:
+            return dense_layout(position.length, self.geometry.block_size)
+        if feature.modality != "video":
+            return placeholder_layout(feature.modality, position, self.geometry)
         layout = self._frame_layouts.get(feature.identifier)
         if layout is None or layout.num_tokens != feature.mm_position.get_num_embeds():
             layout = placeholder_layout(feature.modality, feature.mm_position, self.geometry)
@@ -304,6 +340,8 @@ class BlockEncoderCacheManager(EncoderCacheManager):
 
     def _num_pending_blocks(self, request: Request, input_id: int, num_embeds: int) -> int:
         """Blocks of the items before `input_id` that vLLM has accepted in this pass: `num_embeds` rows in all."""
+        if not num_embeds:
+            return 0
         num_blocks = 0
         seen: set[str] = set()
         for feature in reversed(request.mm_features[:input_id]):

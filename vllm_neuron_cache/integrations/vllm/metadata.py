@@ -1,6 +1,5 @@
 """What scheduler and workers send each other beside vLLM's own objects."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.config.ec_manager_config import EncoderCacheManagerMetadata
@@ -18,14 +17,15 @@ class RestoredInput(NamedTuple):
     feature: MultiModalFeatureSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockCacheMetadata(EncoderCacheManagerMetadata):
-    """Travels in `SchedulerOutput.ec_manager_metadata`, once per scheduling pass."""
-
+class _Metadata(NamedTuple):
     step: EncoderCacheStep
     worker_epochs: WorkerEpochs
     """What the scheduler knew of the workers when it made the step."""
     restored: tuple["RestoredInput", ...] = ()
+
+
+class BlockCacheMetadata(_Metadata, EncoderCacheManagerMetadata):
+    """Travels in `SchedulerOutput.ec_manager_metadata`, once per scheduling pass."""
 
 
 _REPORT = "encoder_cache_report"

@@ -1,7 +1,6 @@
 """Hands data to the workers that vLLM kept back, when it is needed after all."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from vllm.v1.request import Request
@@ -40,6 +39,6 @@ class WithheldInputs:
                 withheld.remove(input_id)
                 restored.append(RestoredInput(request_id, input_id, requests[request_id].mm_features[input_id]))
         if restored:
-            scheduler_output.ec_manager_metadata = replace(
-                scheduler_output.ec_manager_metadata, restored=tuple(restored)
+            scheduler_output.ec_manager_metadata = scheduler_output.ec_manager_metadata._replace(
+                restored=tuple(restored)
             )
