@@ -91,6 +91,17 @@ def test_bench_hits(tmp_path):
     assert values["recompiles_after_warmup"] == 0
 
 
+def test_bench_pool(tmp_path):
+    result = run("bench", "pool", "--rounds", "1", "--requests", "40", "--json", str(tmp_path / "pool.json"))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads((tmp_path / "pool.json").read_text())
+    assert figures["stalled_steps"] == figures["failed_requests"] == 0 < figures["stock"]["overflows"]
+    items = figures["resident_items"]
+    assert items["b64"] >= 3.9 * items["coarse"] and items["b16"] >= 6.2 * items["coarse"]
+    assert figures["hit_rate"]["fine_quarter"] >= figures["hit_rate"]["coarse_full"] > 0
+    assert figures["ops_ratio_stock"] > 0 and figures["growth"] > 0
+
+
 @pytest.mark.skipif(
     psutil.virtual_memory().available < 9 << 30, reason="bench graphs allocates 6 GB, and less than 9 GB are free"
 )
@@ -110,6 +121,7 @@ def test_bench_graphs(tmp_path):
     [
         (["demo", "--json", "no/such/folder/demo.json"], 2, "cannot write no/such/folder/demo.json"),
         (["bench", "hits", "--json", "/"], 2, "cannot write /"),
+        (["bench", "pool", "--json", "/"], 2, "cannot write /"),
         (["bench", "hits", "--pairs", "1"], 2, "--pairs"),
         (["demo", "--no-such-option"], 2, "No such option"),
         (["nonsense"], 2, "nonsense"),

@@ -23,6 +23,13 @@ RUN_BY = {
     "vllm-neuron-cache demo --json demo.json --plot demo.png": "tests/test_cli.py::test_demo",
     "vllm-neuron-cache bench graphs --json graphs.json": "tests/test_cli.py::test_bench_graphs",
     "vllm-neuron-cache bench hits --json hits.json": "tests/test_cli.py::test_bench_hits",
+    "vllm-neuron-cache bench pool --json pool.json": "tests/test_cli.py::test_bench_pool",
+    "vllm-neuron-cache plan MODEL --sizes 512x512,1920x1080 --json plan.json --plot plan.png": (
+        "tests/planner/test_planner_cli.py::test_the_documented_commands"
+    ),
+    "vllm-neuron-cache plan MODEL --hbm-gib 4 --sizes-file sizes.txt --reuse 0.6 --encode-ms-per-1k-tokens 40": (
+        "tests/planner/test_planner_cli.py::test_the_documented_commands"
+    ),
 }
 
 

@@ -14,6 +14,8 @@ ROOT = Path(vllm_neuron_cache.__file__).parent
 
 POLICY = f"{PACKAGE}.encoder_cache"
 TENSOR_MODULES = {f"{POLICY}.blocks"}
+PLANNER = f"{PACKAGE}.planner"
+SIMULATION = f"{PACKAGE}.simulation"
 FRAMEWORKS = ("torch", "vllm")
 COMPILERS = (
     "torch._inductor",
@@ -127,11 +129,11 @@ def loaded_with(module, sources):
     return loaded
 
 
-def framework_imports(sources):
-    """Policy modules that get torch or vllm, with the module that imports it."""
+def framework_imports(sources, layer=POLICY):
+    """Modules of a layer that get torch or vllm, with the module that imports it."""
     found = []
     for name, (source, package) in sources.items():
-        if not is_under(name, POLICY) or name in TENSOR_MODULES:
+        if not is_under(name, layer) or name in TENSOR_MODULES:
             continue
         found += [(name, name, use) for use in all_uses(source, package) if is_under_any(use, FRAMEWORKS)]
         for other in loaded_with(name, sources) - {name}:
@@ -178,6 +180,13 @@ def test_every_module_of_the_package_is_read(sources):
 
 def test_the_policy_core_imports_neither_torch_nor_vllm(sources):
     assert framework_imports(sources) == []
+
+
+def test_the_planner_imports_neither_torch_nor_vllm(sources):
+    assert f"{PLANNER}.plan" in sources
+    assert framework_imports(sources, PLANNER) == []
+    assert f"{SIMULATION}.trace" in sources
+    assert framework_imports(sources, SIMULATION) == []
 
 
 def test_only_integrations_import_vllm(sources):

@@ -16,6 +16,10 @@ class ConfigurationError(NeuronCacheError, ValueError):
     """A configuration value, or a combination of them, that cannot work. Raised at start-up, never in a step."""
 
 
+class PlannerError(NeuronCacheError, ValueError):
+    """The planner cannot answer: a file, a size or a budget that it was given cannot be used."""
+
+
 class ItemTooLargeError(NeuronCacheError, ValueError):
     """An item of a request needs more rows or blocks than the cache can ever give. The request is not queued."""
 
@@ -87,3 +91,7 @@ def raise_request_errors(request_outputs: Iterable[Any]) -> None:
             if error is not None:
                 error.request_id = request_output.request_id
                 raise error
+
+
+class SimulationError(NeuronCacheError):
+    """A simulated worker was told to do what a real one could not."""

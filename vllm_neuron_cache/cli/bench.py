@@ -56,6 +56,30 @@ def hits(
         write_json(json_file, result)
 
 
+@bench_app.command()
+def pool(
+    json_file: JsonFile = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each timing; the least time counts.")] = 15,
+    requests: Annotated[int, typer.Option(min=8, help="Requests to each of the two real engines.")] = 120,
+    checkpoint: Annotated[Path | None, typer.Option(help="Directory of the small model.")] = None,
+) -> None:
+    """The block pool beside vLLM's own manager: time, stalls, resident items, and hits in a quarter of the bytes."""
+    from vllm_neuron_cache.bench.pool import bench_pool
+
+    check_writable(json_file)
+    with _progress() as progress:
+        task = progress.add_task("Building the small model")
+        result = bench_pool(
+            build_checkpoint(checkpoint),
+            rounds=rounds,
+            requests=requests,
+            step=lambda description: progress.update(task, description=description),
+        )
+    _show("The pool beside stock vLLM's manager", result)
+    if json_file is not None:
+        write_json(json_file, result)
+
+
 def _progress() -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*columns, console=Console(), transient=True)

@@ -9,12 +9,14 @@ from rich.markup import escape
 
 from vllm_neuron_cache.cli.bench import bench_app
 from vllm_neuron_cache.cli.demo import demo
+from vllm_neuron_cache.cli.plan import plan
 from vllm_neuron_cache.errors import NeuronCacheError
 
 app = typer.Typer(
     help="Encoder cache for vLLM on AWS Trainium.", no_args_is_help=True, add_completion=False, rich_markup_mode="rich"
 )
 app.command()(demo)
+app.command()(plan)
 app.add_typer(bench_app, name="bench")
 
 
