@@ -58,13 +58,14 @@ def test_tokens_are_those_of_stock(checkpoint, prefix_caching, chunked, compiled
     assert (stats["graphs_compiled"] > 0) == (not eager_lane)
 
 
-def test_tokens_are_those_of_stock_in_bfloat16_and_fine_blocks(checkpoint):
+@pytest.mark.parametrize("block_size", [16, 64, 512])
+def test_tokens_are_those_of_stock_in_bfloat16_and_blocks_of_any_size(checkpoint, block_size):
     media, requests = small_media(), mixed_requests()
     arguments = {"dtype": "bfloat16", "max_num_batched_tokens": 512}
     stock = start(checkpoint, None, **arguments)
     expected = serve(stock, requests, media)
     stock.close()
-    ours = start(checkpoint, {"encoder_cache_block_size": 16, "lane": "eager"}, **arguments)
+    ours = start(checkpoint, {"encoder_cache_block_size": block_size, "lane": "eager"}, **arguments)
     assert ours.runner.encoder_runtime.blocks.buffer.dtype is torch.bfloat16
     tokens = serve(ours, requests, media)
     ours.manager.check_integrity()

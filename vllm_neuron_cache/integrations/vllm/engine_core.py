@@ -1,9 +1,12 @@
 """Tells the scheduler at once when workers have changed by themselves, through vLLM's calls from outside the steps."""
 
+from contextlib import suppress
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from vllm_neuron_cache.encoder_cache.report import WorkerEntry, WorkerEpochs
+from vllm_neuron_cache.errors import IntegrityError
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 from vllm_neuron_cache.integrations.vllm.scheduler import BlockSchedulerMixin
 
@@ -30,12 +33,39 @@ def _following(call: Any) -> Any:
         if not isinstance(getattr(self, "scheduler", None), BlockSchedulerMixin):
             return call(self, *args, **kwargs)
         try:
-            result = call(self, *args, **kwargs)
-            if CHECK in args[:1]:
-                self.scheduler.encoder_cache_manager.check_integrity(result)
-            return result
+            if CHECK not in args[:1]:
+                return call(self, *args, **kwargs)
+            ranks = call(self, _entries_or_error, *args[1:], **kwargs)
+            for rank, entries in enumerate(ranks):
+                if isinstance(entries, str):
+                    raise IntegrityError(f"rank {rank}: {entries}")
+            self.scheduler.encoder_cache_manager.check_integrity(ranks)
+            return ranks
         finally:
             # Also after an error: it may have come half-way.
-            self.scheduler.follow_workers(self.model_executor.collective_rpc("encoder_cache_epochs"))
+            epochs = _worker_epochs(self.model_executor)
+            if epochs:
+                self.scheduler.follow_workers(epochs)
 
     return wrapper
+
+
+def _entries_or_error(worker: Any) -> list[WorkerEntry] | str:
+    """Runs in the workers. What one of them raises reaches the engine without its rank, and see `_worker_epochs`."""
+    try:
+        return getattr(worker, CHECK)()
+    except IntegrityError as error:
+        return str(error)
+
+
+def _worker_epochs(model_executor: Any) -> list[WorkerEpochs]:
+    """Epochs of the ranks that tell; of none if the workers are gone.
+
+    When a call fails on several ranks, vLLM's executor leaves all answers but the first unread. From then on, what it
+    takes for a rank's answer is the one before, which may be that failure, or a result of any kind.
+    """
+    for _ in range(2):
+        with suppress(RuntimeError):
+            answers = model_executor.collective_rpc("encoder_cache_epochs")
+            return [answer for answer in answers if isinstance(answer, WorkerEpochs)]
+    return []
