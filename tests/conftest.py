@@ -21,6 +21,15 @@ def checkpoint():
     return build_checkpoint()
 
 
+@pytest.fixture(scope="session")
+def omni_checkpoint():
+    """Directory of the small checkpoint of Qwen2.5-Omni's thinker."""
+    pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
+    from vllm_neuron_cache.demo.omni_checkpoint import build_omni_checkpoint
+
+    return build_omni_checkpoint()
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--soak-minutes", type=float, default=1.0, help="how long tests/integrations/vllm/test_soak.py runs"

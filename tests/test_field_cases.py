@@ -10,6 +10,7 @@ POOL = "encoder_cache/test_pool.py"
 HOLDS = "encoder_cache/test_holds.py"
 READ_PLAN = "encoder_cache/test_read_plan.py"
 FRONT_END = "integrations/vllm/test_front_end.py"
+AUDIO = "integrations/vllm/test_audio.py"
 IDENTITY = "integrations/vllm/test_identity_in_engine.py"
 
 CASES = {
@@ -123,11 +124,12 @@ CASES = {
         f"{ENGINES}::test_a_pruned_video_is_stored_by_the_rows_that_are_left",
     ),
     "image cached, audio not": (
-        f"{ENGINES}::test_audio_is_refused_at_start_with_the_remedy",
+        f"{AUDIO}::test_a_cached_picture_is_read_while_the_sound_beside_it_is_encoded",
         f"{ENGINES}::test_a_cached_image_is_read_while_the_video_beside_it_is_encoded",
     ),
     "interleaved audio and video": (
-        f"{ENGINES}::test_audio_is_refused_at_start_with_the_remedy",
+        f"{AUDIO}::test_each_row_comes_from_its_own_item",
+        f"{AUDIO}::test_rows_of_sound_and_frames_exchanged_change_tokens",
         f"{READ_PLAN}::test_interleaved_items_take_each_row_from_their_own",
         f"{READ_PLAN}::test_masks_that_share_a_row_are_refused_by_the_second",
     ),

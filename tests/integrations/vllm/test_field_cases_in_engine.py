@@ -508,11 +508,11 @@ def test_a_pruned_video_is_stored_by_the_rows_that_are_left(roomy):
     assert layout.num_tokens == 600 and layout.tokens_per_block == (100, 500)
 
 
-def test_audio_is_refused_at_start_with_the_remedy(roomy, monkeypatch):
-    """A model with audio, as the runner's budget would show it as it measures the encoder."""
+def test_a_modality_that_is_not_known_is_refused_at_start_with_the_remedy(roomy, monkeypatch):
+    """A model with one, as the runner's budget would show it as it measures the encoder."""
     limits = roomy.runner.mm_budget.mm_max_toks_per_item
-    monkeypatch.setitem(limits, "audio", 100)
-    with pytest.raises(ConfigurationError, match=r"audio.*limit_mm_per_prompt"):
+    monkeypatch.setitem(limits, "vision_chunk", 100)
+    with pytest.raises(ConfigurationError, match=r"vision_chunk.*limit_mm_per_prompt"):
         roomy.runner._measure_encoder_width()
 
 

@@ -5,6 +5,7 @@ from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.inputs import PlaceholderRange
+from vllm.platforms import current_platform
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs
@@ -32,6 +33,8 @@ def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
             merge_factor=merge_factor(vllm_config),
             encoder_cache_size=budget.encoder_cache_size,
             largest_item_tokens=budget.mm_max_toks_per_item.values(),
+            # The vendor's plugin lays out its encoder's output by the encoder's block.
+            smallest_item_tokens=None if current_platform.device_type == "neuron" else smallest_image_tokens(budget),
         )
         _warn_if_too_small(geometry, budget)
         resolved.update(geometry._asdict())
@@ -48,6 +51,8 @@ def max_item_tokens(vllm_config: VllmConfig) -> int:
 def placeholder_layout(modality: str, position: PlaceholderRange, geometry: CacheGeometry) -> ItemLayout:
     """The layout of the item whose rows go to a placeholder: by frames for a video whose mask tells them, else dense.
 
+    In a video with its sound in between, what the mask tells are the frames between two stretches of sound.
+
     Front end and scheduler derive the same, because the placeholder travels with the request. The item's data would
     not do: it stays away when vLLM's processor cache knows the item.
     """
@@ -61,10 +66,26 @@ def placeholder_layout(modality: str, position: PlaceholderRange, geometry: Cach
     )
 
 
+def smallest_image_tokens(budget: MultiModalBudget) -> int | None:
+    """Token rows of the smallest image that the model's processor makes, by its lower limit of pixels; None if it takes
+    no images, or tells no such limit."""
+    if "image" not in budget.mm_max_toks_per_item:
+        return None
+    processor = getattr(budget.processor.info.get_hf_processor(), "image_processor", None)
+    min_pixels = getattr(processor, "size", {}).get("shortest_edge")
+    patch_size, merge_size = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
+    if not (min_pixels and patch_size and merge_size):
+        return None
+    return max(min_pixels // (patch_size * merge_size) ** 2, 1)
+
+
 def merge_factor(vllm_config: VllmConfig) -> int:
     """Patches that the model's vision merger turns into one token; 1 for a model that does not merge."""
-    vision_config = getattr(vllm_config.model_config.hf_config, "vision_config", None)
-    return getattr(vision_config, "spatial_merge_size", 1) ** 2
+    hf_config = vllm_config.model_config.hf_config
+    for config in (hf_config, getattr(hf_config, "thinker_config", None)):  # an omni model's part that takes media
+        if (vision_config := getattr(config, "vision_config", None)) is not None:
+            return getattr(vision_config, "spatial_merge_size", 1) ** 2
+    return 1
 
 
 def _warn_if_too_small(geometry: CacheGeometry, budget: MultiModalBudget) -> None:

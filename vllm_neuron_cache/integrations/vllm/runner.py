@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
+from vllm.config.multimodal import AudioDummyOptions, ImageDummyOptions, VideoDummyOptions
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration
 from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from vllm.multimodal.utils import get_mm_features_in_window
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -32,13 +33,19 @@ logger = init_logger("vllm.neuron_cache")
 
 # Small enough to encode in no time, large enough for every processor's lower limit.
 _PROBES = {
+    "audio": AudioDummyOptions(count=1, length=16000),
     "image": ImageDummyOptions(count=1, width=64, height=64),
     "video": VideoDummyOptions(count=1, num_frames=2, width=64, height=64),
 }
 
-
-# Ways of merging that amount to overwriting placeholder rows, and the same rows of each deepstack level's buffer.
-_KNOWN_MERGES = (SupportsMultiModal.embed_input_ids, Qwen3VLForConditionalGeneration.embed_input_ids)
+# Ways of merging that amount to overwriting placeholder rows, and the same rows of each deepstack level's buffer, with
+# those of the item that each belongs to. A list, because trying a model's merge out would not show what it keeps for
+# layers further on (where the placeholders were, for one).
+_KNOWN_MERGES = (
+    SupportsMultiModal.embed_input_ids,
+    Qwen2_5OmniThinkerForConditionalGeneration.embed_input_ids,
+    Qwen3VLForConditionalGeneration.embed_input_ids,
+)
 
 
 class BlockRunnerMixin:
@@ -57,10 +64,10 @@ class BlockRunnerMixin:
         return super().load_lora_model(model, *args, **kwargs)
 
     def init_block_encoder_cache(self) -> None:
-        """Measures the encoder's width, allocates the buffer, and takes over the tensors that the merge writes.
+        """Measures the width of a row, allocates the buffer, and takes over the tensors that the merge writes.
 
         Call once, after the weights are loaded and before anything is compiled.
-        Raises `ConfigurationError` for a model whose way of merging is not known here.
+        Raises `ConfigurationError` for a model whose way of merging, or a modality, is not known here.
         """
         geometry = resolve_geometry(self.vllm_config)
         fat_dim = self._encoder_width or self._measure_encoder_width()
@@ -118,6 +125,7 @@ class BlockRunnerMixin:
             return super()._execute_mm_encoder(scheduler_output)
         except Exception as error:
             if not self._only_an_item_failed(error):
+                self._log_items_of_failed_encoder(scheduler_output, error)
                 raise
         outputs = []
         for request_id, input_ids in scheduler_output.scheduled_encoder_inputs.items():
@@ -221,6 +229,22 @@ class BlockRunnerMixin:
             and not isinstance(error, getattr(torch, "AcceleratorError", ()))
         )
 
+    def _log_items_of_failed_encoder(self, scheduler_output: Any, error: Exception) -> None:
+        """The engine ends, and what vLLM logs of it does not say what was encoded."""
+        features = [
+            self.requests[request_id].mm_features[input_id]
+            for request_id, input_ids in scheduler_output.scheduled_encoder_inputs.items()
+            for input_id in input_ids
+        ]
+        items = [f"{feature.identifier} ({feature.modality})" for feature in features]
+        logger.error(
+            "Encoder cache: the encoder raised %s: %s. The engine cannot go on without its output for %s%s.",
+            type(error).__name__,
+            error,
+            ", ".join(items),
+            ", because its ranks share the model" if self.parallel_config.tensor_parallel_size > 1 else "",
+        )
+
     def _plan_reads(self, windows: Sequence[ReadWindow], num_step_tokens: int) -> ReadPlan:
         """A plan of what can be read; a request for which something cannot is left out, and reported."""
         left_out: list[ReadWindow] = []
@@ -300,15 +324,28 @@ class BlockRunnerMixin:
 
     @torch.inference_mode()
     def _measure_encoder_width(self) -> int:
-        """Elements in a row of the encoder's output, from running it on the smallest input of one modality."""
-        allowed = list(self.mm_budget.mm_max_toks_per_item)
+        """Elements in a row of every encoder's output, from running each on the smallest input of its modality.
+
+        Raises `ConfigurationError` for a modality that is not known here, or if widths differ.
+        """
+        allowed = sorted(self.mm_budget.mm_max_toks_per_item)
         if not allowed or any(modality not in _PROBES for modality in allowed):
             raise ConfigurationError(
-                f"the encoder cache serves {' and '.join(_PROBES)} items, and this engine allows "
+                f"the encoder cache serves {', '.join(_PROBES)} items, and this engine allows "
                 f"{', '.join(allowed) or 'none'}. Set the others to 0 in limit_mm_per_prompt, or remove the "
                 "vllm_neuron_cache key."
             )
-        modality = allowed[0]
+        widths = {modality: self._encode_probe(modality).shape[-1] for modality in allowed}
+        if len(set(widths.values())) > 1:
+            found = ", ".join(f"{width} for {modality}" for modality, width in widths.items())
+            raise ConfigurationError(
+                f"the encoders return rows of different widths ({found}), and the encoder cache has one for all. Allow "
+                "modalities of one width only, with 0 for the others in limit_mm_per_prompt, or remove the "
+                "vllm_neuron_cache key."
+            )
+        return widths[allowed[0]]
+
+    def _encode_probe(self, modality: str) -> torch.Tensor:
         limits = self.model_config.multimodal_config.limit_per_prompt
         configured = limits.get(modality)
         limits[modality] = _PROBES[modality]
@@ -319,7 +356,7 @@ class BlockRunnerMixin:
                 del limits[modality]
             else:
                 limits[modality] = configured
-        return self.model.embed_multimodal(**probe)[0].shape[-1]
+        return self.model.embed_multimodal(**probe)[0]
 
     def _take_over_merge_targets(self, fat_dim: int) -> MergeTargets:
         """Replaces vLLM's and the model's input buffers by views of tensors with one row more, the dummy row."""
