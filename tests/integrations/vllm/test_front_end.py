@@ -128,8 +128,11 @@ def hashes_of(engine, prompt):
 
 
 def test_an_item_larger_than_the_pool_is_refused_with_the_sizes_and_the_remedy(engine, media):
+    refused = front_end.refusals(engine.llm.llm_engine.renderer).of("image")
+    before = refused.refusals
     with pytest.raises(ItemTooLargeError) as caught:
         tokens(engine, prompt_of(media, "china", "hubble"))
+    assert refused.refusals == before + 1
     assert isinstance(caught.value, VLLMValidationError) and isinstance(caught.value, ValueError)
     text = str(caught.value)
     assert "image 1 of the prompt has 837 token rows and needs 14 blocks of 64 rows" in text
@@ -204,6 +207,7 @@ def test_an_item_processed_elsewhere_is_refused_at_the_engine(engine):
     }
     with pytest.raises(ItemTooLargeError, match="705 token rows and needs 12 blocks"):
         engine.llm.llm_engine.add_request("0", mm_input, SamplingParams(max_tokens=1))
+    assert front_end.refusals(engine.llm.llm_engine.renderer).refusals > 0
 
 
 def config_with(num_blocks, max_item_tokens):

@@ -104,6 +104,41 @@ def test_nothing_in_use_is_evicted():
     assert cache.pool.get("a") is not None
 
 
+def test_an_item_that_waits_counts_once_however_often_it_asks():
+    cache = manager(num_item_blocks=3)
+    holder, other = request("holder", ("a", 8)), request("other", ("b", 8), ("c", 4))
+    encode(cache, holder)
+    for _ in range(5):
+        assert encode(cache, other) == []
+    assert cache.stats.of("image").waits == 1
+    cache.free(holder)
+    assert encode(cache, other) == [0, 1]
+    assert (cache.stats.waits, cache.stats.misses) == (1, 3) and not cache._waiting
+
+
+def test_who_leaves_waits_no_longer():
+    cache = manager(num_item_blocks=2)
+    encode(cache, request("holder", ("a", 8)))
+    other = request("other", ("b", 4))
+    encode(cache, other)
+    cache.free(other)
+    assert cache.stats.waits == 1 and not cache._waiting
+
+
+def test_counters_are_kept_by_modality_and_gauges_add_up():
+    cache = manager(num_item_blocks=4)
+    first = request("r", ("i", 5), ("v", 6), masks={"v": [True] * 3 + [False] + [True] * 3})
+    assert encode(cache, first) == [0, 1]
+    cache.free(first)
+    assert cache.check_and_update_cache(request("again", ("v", 6), masks={"v": [True] * 7}), 0) is False
+    encode(cache, request("next", ("w", 4)))
+    counts = {modality: (c.hits, c.misses, c.evictions) for modality, c in cache.stats.by_modality.items()}
+    assert counts == {"image": (0, 2, 1), "video": (0, 1, 0)}
+    gauges = cache.gauges()
+    assert sum(gauges.blocks) == 4 and gauges.num_items == 2 and gauges.num_tokens == 10
+    assert gauges.padding_waste == pytest.approx(1 - 10 / (4 * (4 - gauges.blocks.free)))
+
+
 def test_an_item_twice_in_a_prompt_takes_its_blocks_once_and_stays_until_the_last_use():
     cache = manager(num_item_blocks=2)
     twice = request("r", ("a", 4), ("a", 4))

@@ -26,7 +26,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_neuron_cache.demo.requests import MediaRequest, engine_prompt
 from vllm_neuron_cache.errors import ConfigurationError
-from vllm_neuron_cache.integrations.vllm import activation, plugin
+from vllm_neuron_cache.integrations.vllm import activation, geometry, plugin
 from vllm_neuron_cache.integrations.vllm.activation import MANAGER_CLS, SCHEDULER_CLS, WORKER_CLS
 from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
 from vllm_neuron_cache.integrations.vllm.manager import BlockEncoderCacheManager
@@ -255,7 +255,32 @@ def test_two_engines_have_geometries_of_their_own(checkpoint):
     large = engine_config(checkpoint, {**ON, "encoder_neuron_config": {"encoder_cache_num_blocks": 100}})
     fine = engine_config(checkpoint, {"vllm_neuron_cache": {"encoder_cache_block_size": 64}})
     blocks = [config.ec_manager_config.manager_config["num_blocks"] for config in (small, large, fine)]
-    assert blocks == [9, 100, 65]
+    assert blocks == [257, 100, 65]
+
+
+def block_size(config):
+    return config.ec_manager_config.manager_config["block_size"]
+
+
+@pytest.mark.parametrize(
+    "smallest_pixels, expected", [(None, 16), (256 * 256, 16), (512 * 512, 64), (1024 * 1024, 256)]
+)
+def test_the_block_is_chosen_by_the_smallest_image_of_the_processor(checkpoint, smallest_pixels, expected):
+    """At 32 pixels a side a row: 1, 64, 256 and 1024 rows."""
+    size = {"shortest_edge": smallest_pixels, "longest_edge": 1024 * 1024}
+    options = {} if smallest_pixels is None else {"mm_processor_kwargs": {"size": size}}
+    assert block_size(engine_config(checkpoint, ON, **options)) == expected
+
+
+def test_the_vendors_plugin_keeps_the_encoders_block(checkpoint, monkeypatch):
+    monkeypatch.setattr(geometry, "current_platform", types.SimpleNamespace(device_type="neuron"))
+    assert block_size(engine_config(checkpoint, ON)) == 512
+
+
+def test_a_number_of_blocks_is_one_of_the_encoders_blocks(checkpoint):
+    floor = engine_config(checkpoint, {**ON, "encoder_neuron_config": {"encoder_cache_num_blocks": 100}})
+    exact = engine_config(checkpoint, {"vllm_neuron_cache": {"encoder_cache_num_blocks_exact": 9}})
+    assert block_size(floor) == block_size(exact) == 512
 
 
 def test_registering_again_changes_nothing():

@@ -13,6 +13,7 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.errors import ItemTooLargeError
 from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
 from vllm_neuron_cache.integrations.vllm.geometry import max_item_tokens, placeholder_layout, resolve_geometry
@@ -33,8 +34,19 @@ def install() -> None:
     wrap_once(InputProcessor, "process_inputs", _undoing_refusals)
 
 
-def refuse_too_large(placeholders: Mapping[str, list[PlaceholderRange]], vllm_config: VllmConfig) -> None:
-    """Raises `ItemTooLargeRefusal` if an item of a request can never be encoded, or never fit into the empty pool.
+def refusals(renderer: BaseRenderer) -> CacheCounters:
+    """What the front end of one engine counts: refused items, by modality. The scheduler never hears of them."""
+    # On the renderer, of which there is one for each engine.
+    return renderer.__dict__.setdefault("_neuron_cache_refusals", CacheCounters())
+
+
+def refuse_too_large(
+    placeholders: Mapping[str, list[PlaceholderRange]],
+    vllm_config: VllmConfig,
+    counters: CacheCounters | None = None,
+) -> None:
+    """Raises `ItemTooLargeRefusal` if an item of a request can never be encoded, or never fit into the empty pool. It
+    is counted in `counters`.
 
     Placeholders suffice: the items' data is not there when the processor cache knows it.
     """
@@ -55,6 +67,8 @@ def refuse_too_large(placeholders: Mapping[str, list[PlaceholderRange]], vllm_co
                     f"{max_tokens} rows"
                 )
                 remedy = "max_num_batched_tokens"
+            if counters is not None:
+                counters.of(modality).refusals += 1
             raise ItemTooLargeRefusal(
                 f"{modality} {index} of the prompt has {num_tokens} token rows and needs {num_blocks} blocks of "
                 f"{geometry.block_size} rows; {limit}. Send smaller media, or raise {remedy}."
@@ -96,7 +110,7 @@ def _checking_items(process_multimodal: Any) -> Any:
             raise
         if not skip_mm_cache:  # such a request may only ask how many tokens it has; if it is queued, see below
             try:
-                refuse_too_large(mm_input["mm_placeholders"], self.config)
+                refuse_too_large(mm_input["mm_placeholders"], self.config, refusals(self))
             except ItemTooLargeError:
                 _forget_media(self, mm_input)
                 raise
@@ -114,7 +128,7 @@ def _undoing_refusals(process_inputs: Any) -> Any:
         if not processed or not uses_block_cache(self.vllm_config):
             return process_inputs(self, request_id, prompt, *args, **kwargs)
         try:
-            refuse_too_large(prompt["mm_placeholders"], self.vllm_config)
+            refuse_too_large(prompt["mm_placeholders"], self.vllm_config, refusals(self.renderer))
             return process_inputs(self, request_id, prompt, *args, **kwargs)
         except Exception:
             _forget_media(self.renderer, prompt)

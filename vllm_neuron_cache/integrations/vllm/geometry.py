@@ -71,8 +71,12 @@ def smallest_image_tokens(budget: MultiModalBudget) -> int | None:
     no images, or tells no such limit."""
     if "image" not in budget.mm_max_toks_per_item:
         return None
-    processor = getattr(budget.processor.info.get_hf_processor(), "image_processor", None)
-    min_pixels = getattr(processor, "size", {}).get("shortest_edge")
+    info = budget.processor.info
+    processor = getattr(info.get_hf_processor(), "image_processor", None)
+    # The engine's options are applied at every call, and are not in the processor's attributes.
+    options = info.ctx.get_merged_mm_kwargs({})
+    size = (getattr(processor, "size", None) or {}) | (options.get("size") or {})
+    min_pixels = options.get("min_pixels") or size.get("shortest_edge")
     patch_size, merge_size = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     if not (min_pixels and patch_size and merge_size):
         return None
