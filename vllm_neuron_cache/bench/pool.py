@@ -11,6 +11,8 @@ from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.integrations.vllm.manager import BlockEncoderCacheManager
 from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
 from vllm_neuron_cache.integrations.vllm.simulation.engine import SimulatedEngine, SimulatedEngineConfig, play
+from vllm_neuron_cache.planner.model import load_model_shape
+from vllm_neuron_cache.planner.tokens import image_tokens
 from vllm_neuron_cache.simulation.trace import TraceItem, TraceRequest, one_item_requests, repeating_items
 
 COARSE = 512
@@ -22,10 +24,13 @@ SMALL_IMAGE = (256, 320)
 
 def bench_pool(checkpoint: Path, *, rounds: int, requests: int, step: Callable[[str], None]) -> dict[str, Any]:
     """Runs everything and returns it as the documented JSON. `requests` are those of the engines' trace."""
+    photographs = _photograph_tokens(checkpoint)
     step("Manager calls")
-    ops = _ops(rounds)
+    ops = _ops(photographs, rounds)
     step("Traces that overflow a device")
-    traces = {name: _stalls(items, budget, num_blocks) for name, items, budget, num_blocks in _overflowing_traces()}
+    traces = {
+        name: _stalls(items, budget, num_blocks) for name, items, budget, num_blocks in _overflowing_traces(photographs)
+    }
     step("A hundred thousand items")
     # Once for each size first: the allocator and the caches of the machine are then as they will be.
     growth = seconds_per_request(100_000, rounds=rounds) / seconds_per_request(100, rounds=rounds)
@@ -48,13 +53,19 @@ def bench_pool(checkpoint: Path, *, rounds: int, requests: int, step: Callable[[
     }
 
 
-def _ops(rounds: int) -> dict[str, Any]:
+def _photograph_tokens(checkpoint: Path) -> list[int]:
+    """Token rows of each photograph, as the model's processor makes them."""
+    shape = load_model_shape(checkpoint)
+    return [image_tokens(shape, *load_photograph(name).size) for name in PHOTOGRAPHS]
+
+
+def _ops(photographs: Sequence[int], rounds: int) -> dict[str, Any]:
     """CPU time in the manager's calls, ours over stock's, on one trace of a loaded server.
 
     400 images in the sizes of the photographs, six in ten seen before, one arriving in every pass; 64 tokens each, 32
     requests running.
     """
-    items = repeating_items((80, 117, 256, 300), 400, reuse=0.6, seed=3)
+    items = repeating_items(photographs, 400, reuse=0.6, seed=3)
     requests = one_item_requests(items, max_tokens=64)
     budget = 8192
     contenders = {}
@@ -84,14 +95,14 @@ def _manager_factory(manager_class: type, geometry: CacheGeometry, cache_size: i
     return lambda: manager_class(cache_size)
 
 
-def _overflowing_traces() -> list[tuple[str, list[TraceItem], int, int]]:
+def _overflowing_traces(photographs: Sequence[int]) -> list[tuple[str, list[TraceItem], int, int]]:
     """Name, items, vLLM's token budget, and blocks of the device, of traces that the budget lets through and the device
     cannot hold."""
-    photographs = repeating_items((80, 117, 126, 192, 256, 300, 837), 200, reuse=0.5, seed=11)
+    pictures = repeating_items(photographs, 200, reuse=0.5, seed=11)
     return [
         ("102 images of 80 tokens, 16 blocks", [TraceItem(f"small-{n}", 80) for n in range(102)], 8192, 16),
         ("nine videos of 1568 tokens, 32 blocks", [TraceItem(f"clip-{n}", 1568, "video") for n in range(9)], 16384, 32),
-        ("photographs, half of them again, 16 blocks", photographs, 8192, 16),
+        ("photographs, half of them again, 16 blocks", pictures, 8192, 16),
     ]
 
 
