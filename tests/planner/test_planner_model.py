@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from published_configs import CHECKPOINTS, QWEN3_VL_32B, write_checkpoint, write_files
@@ -81,19 +83,22 @@ def test_without_processor_files_the_limits_are_those_of_transformers_and_a_note
 
 
 def test_the_defaults_are_those_of_the_installed_transformers():
+    """Read in a process of its own: a processor that is called with other limits leaves them in its class."""
     pytest.importorskip("transformers")
-    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
-    from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessorKwargs
-    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessorKwargs
-
-    def limits(size):
-        return size["shortest_edge"], size["longest_edge"]
-
-    assert limits(Qwen2VLImageProcessor.size) == IMAGE_LIMITS
-    assert limits(Qwen2VLVideoProcessor.size) == FRAME_LIMITS
-    assert limits(Qwen3VLVideoProcessor.size) == QWEN3_VIDEO_LIMITS
-    assert limits(Qwen2_5OmniProcessorKwargs._defaults["videos_kwargs"]["size"]) == FRAME_LIMITS
-    assert limits(Qwen3OmniMoeProcessorKwargs._defaults["videos_kwargs"]["size"]) == QWEN3_VIDEO_LIMITS
+    program = """
+import json
+from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessorKwargs
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessorKwargs
+sizes = [processor.size for processor in (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor)]
+for defaults in (Qwen2_5OmniProcessorKwargs._defaults, Qwen3OmniMoeProcessorKwargs._defaults):
+    sizes.append(defaults["videos_kwargs"]["size"])
+print(json.dumps([[size["shortest_edge"], size["longest_edge"]] for size in sizes]))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    limits = [tuple(pair) for pair in json.loads(result.stdout.splitlines()[-1])]
+    assert limits == [IMAGE_LIMITS, FRAME_LIMITS, QWEN3_VIDEO_LIMITS, FRAME_LIMITS, QWEN3_VIDEO_LIMITS]
 
 
 def test_video_limits_come_from_the_image_file_where_there_is_no_other(tmp_path):
