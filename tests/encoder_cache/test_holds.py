@@ -663,11 +663,11 @@ def resident_item_kept_as_held(pool):
 
 
 def reference_to_a_held_item(pool):
-    pool.get("a").references.add("r9")
+    pool.get("a").references = {"r9"}
 
 
 def reference_to_an_item_without_key(pool):
-    pool._held._items[3].references.add("r9")
+    pool._held._items[3].references = {"r9"}
 
 
 def held_item_without_a_hold(pool):

@@ -66,7 +66,7 @@ def test_what_is_not_evicted_has_no_lifetime(clock):
     evictable(pool, "invalidated"), resident(pool, "reset")
     pool.invalidate("invalidated")
     rolled_back = reserve(pool, "rolled back", step=2)
-    rolled_back.references.clear()
+    rolled_back.references = frozenset()
     pool.roll_back("rolled back")
     pool.clear()
     assert pool.histograms.lifetime.num_observed == pool.histograms.idle_before_eviction.num_observed == 0
@@ -85,6 +85,16 @@ def test_a_reuse_gap_is_the_time_in_which_nobody_needed_the_item(clock, min_hold
     clock.now += 1
     pool.refer("a", "r3")  # needed all the time
     assert pool.histograms.reuse_gap.num_observed == 1
+
+
+def test_only_a_sample_of_the_items_is_timed(clock):
+    pool = EncoderBlockPool(1, clock=clock, sample_every=3)
+    for number in range(9):
+        evictable(pool, str(number))
+        pool.refer(str(number), "r2"), pool.release(str(number), "r2")
+        pool.evict(str(number))
+    counts = pool.histograms.lifetime, pool.histograms.idle_before_eviction, pool.histograms.reuse_gap
+    assert [histogram.num_observed for histogram in counts] == [3, 3, 3]
 
 
 def test_every_block_is_in_one_state(clock):

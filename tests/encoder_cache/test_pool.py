@@ -7,7 +7,7 @@ import pytest
 from pools import evictable, layout, reserve, resident
 
 from vllm_neuron_cache.encoder_cache.item import ItemLayout
-from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool, ItemState
+from vllm_neuron_cache.encoder_cache.pool import NOBODY, EncoderBlockPool, ItemState
 from vllm_neuron_cache.errors import IntegrityError, PoolExhaustedError
 
 
@@ -424,11 +424,11 @@ def layout_of_another_size(pool):
 
 
 def resident_item_without_references(pool):
-    pool.get("b").references.clear()
+    pool.get("b").references = NOBODY
 
 
 def evictable_item_with_references(pool):
-    pool.get("a").references.add("r9")
+    pool.get("a").references = {"r9"}
 
 
 def generation_from_the_future(pool):

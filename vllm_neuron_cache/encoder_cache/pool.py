@@ -4,7 +4,7 @@ import enum
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from vllm_neuron_cache.encoder_cache.eviction import EvictionPolicy, LeastRecentlyUsed
@@ -12,6 +12,9 @@ from vllm_neuron_cache.encoder_cache.holds import HeldItems, Hold, Leases
 from vllm_neuron_cache.encoder_cache.item import ItemLayout
 from vllm_neuron_cache.encoder_cache.metrics import BlocksByState, PoolHistograms
 from vllm_neuron_cache.errors import IntegrityError, PoolExhaustedError
+
+NOBODY: Set[str] = frozenset()
+"""References of an item without any. A set of its own for each of 100,000 idle items would be most of their memory."""
 
 
 class ItemState(enum.Enum):
@@ -41,7 +44,7 @@ class PoolItem:
     """Of the layout, which would have to count them."""
     reserved_in: int
     """Sequence number of the step whose encoder run writes the item."""
-    references: set[str] = field(default_factory=set)
+    references: Set[str] = NOBODY
     """Ids of the requests that will still read the item."""
     leases: dict[str, float] = field(default_factory=dict)
     """Readers outside the process, and when the lease of each runs out, in seconds of the pool's clock."""
@@ -51,10 +54,10 @@ class PoolItem:
     """For whoever counts; the pool does not mind."""
     num_uses: int = 1
     """Requests that have referred to the item since it was reserved."""
-    reserved_at: float = 0.0
-    """Seconds of the pool's clock."""
+    reserved_at: float | None = None
+    """Seconds of the pool's clock; None for an item that the histograms leave out."""
     idle_since: float = 0.0
-    """When the item was EVICTABLE last, in seconds of the pool's clock."""
+    """When the item became EVICTABLE last, in seconds of the pool's clock, if it is in the histograms."""
 
 
 class EncoderBlockPool:
@@ -86,9 +89,11 @@ class EncoderBlockPool:
         min_hold_ms: int = 0,
         clock: Callable[[], float] = time.monotonic,
         policy: EvictionPolicy | None = None,
+        sample_every: int = 1,
     ) -> None:
         """`num_blocks` is the number of blocks that items can own, without the scratch block. `clock` tells seconds.
-        The `policy` is the pool's own from now on; None makes a `LeastRecentlyUsed`."""
+        The `policy` is the pool's own from now on; None makes a `LeastRecentlyUsed`. One reservation in `sample_every`
+        goes into the histograms."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block for items, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -101,6 +106,7 @@ class EncoderBlockPool:
         self._leases = Leases()
         self._last_generation = 0
         self._num_tokens = 0
+        self._sample_every = sample_every
         self.histograms = PoolHistograms()
         self.peak_used_blocks = 0
 
@@ -276,8 +282,9 @@ class EncoderBlockPool:
             reserved_in=step,
             references={reference},
             modality=modality,
-            reserved_at=self._clock(),
         )
+        if self._last_generation % self._sample_every == 0:
+            item.reserved_at = self._clock()
         self._items[key] = item
         self._unacknowledged.append(item)
         self._num_tokens += num_tokens
@@ -304,7 +311,10 @@ class EncoderBlockPool:
         item = self._items[key]
         if reference in item.references:
             return False
-        item.references.add(reference)
+        if item.references:
+            item.references.add(reference)
+        else:
+            item.references = {reference}
         item.num_uses += 1
         if item.state is ItemState.EVICTABLE:
             self._keep(item)
@@ -313,7 +323,8 @@ class EncoderBlockPool:
             item.state, item.hold = ItemState.RESIDENT, None
         else:
             return True
-        self.histograms.reuse_gap.observe(self._clock() - item.idle_since)
+        if item.reserved_at is not None:
+            self.histograms.reuse_gap.observe(self._clock() - item.idle_since)
         return True
 
     def release(self, key: str, reference: str) -> None:
@@ -321,8 +332,11 @@ class EncoderBlockPool:
         item = self._items.get(key)
         if item is None or reference not in item.references:
             return
-        item.references.discard(reference)
-        self._let_go(item)
+        if len(item.references) > 1:
+            item.references.discard(reference)
+        else:
+            item.references = NOBODY
+            self._let_go(item)
 
     def lease(self, key: str, generation: int, holder: str, duration_s: float) -> bool:
         """Keeps an item for a reader outside the process, for `duration_s` seconds from now or until `end_lease`.
@@ -368,7 +382,7 @@ class EncoderBlockPool:
         self._end_leases(now)
         for item in self._items.values():
             if item.state in (ItemState.RESIDENT, ItemState.EVICTABLE):
-                item.references.clear()
+                item.references = NOBODY
                 self._hold(item, Hold(now, last_step))
         self._items.clear()
         self._policy.clear()
@@ -389,9 +403,10 @@ class EncoderBlockPool:
             self._forget_evicted(item)
 
     def _forget_evicted(self, item: PoolItem) -> None:
-        now = self._clock()
-        self.histograms.lifetime.observe(now - item.reserved_at)
-        self.histograms.idle_before_eviction.observe(now - item.idle_since)
+        if item.reserved_at is not None:
+            now = self._clock()
+            self.histograms.lifetime.observe(now - item.reserved_at)
+            self.histograms.idle_before_eviction.observe(now - item.idle_since)
         self._forget(item)
 
     def _forget(self, item: PoolItem) -> None:
@@ -411,7 +426,8 @@ class EncoderBlockPool:
         """RESIDENT -> EVICTABLE, if nobody needs the item any longer."""
         if item.state is ItemState.RESIDENT and not item.references and not item.leases:
             item.state = ItemState.EVICTABLE
-            item.idle_since = self._clock()
+            if item.reserved_at is not None:
+                item.idle_since = self._clock()
             self._policy.add(item)
 
     def _hold(self, item: PoolItem, hold: Hold) -> None:

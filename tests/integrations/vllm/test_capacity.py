@@ -72,6 +72,6 @@ def test_the_smallest_pool_under_either_policy(checkpoint, eviction):
     assert sum(gauges.blocks) == 59 and gauges.blocks.resident == gauges.blocks.reserved == 0
     assert 0 < gauges.padding_waste < 0.1
     histograms = ours.manager.pool.histograms
-    assert histograms.lifetime.num_observed == stats.evictions and histograms.reuse_gap.num_observed > 0
+    assert 0 < histograms.lifetime.num_observed < stats.evictions
     ours.manager.check_integrity()
     ours.close()
