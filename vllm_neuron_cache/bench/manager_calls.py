@@ -12,7 +12,7 @@ from vllm_neuron_cache.simulation.trace import TraceItem, TraceRequest, one_item
 
 _LOTS = 1 << 30
 _BATCH = 40
-"""Requests timed together: they evict fewer items than the half that hits are drawn from."""
+"""Requests timed together, half of which evict an item; and how many items their hits are drawn from."""
 
 Call = tuple[str, tuple[Any, ...]]
 
@@ -72,7 +72,8 @@ def _call_none(calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> None:
 def seconds_per_request(num_resident: int, *, num_requests: int = 400, rounds: int = 5) -> float:
     """CPU time of all manager calls for one request, in a pool full of `num_resident` items of one block.
 
-    Every second request hits an item at random, and the others miss and evict one.
+    Every second request hits one of the items that came last, and the others miss and evict the one that came first.
+    The requests are the same whatever `num_resident` is (at least 100).
     """
     geometry = CacheGeometry(num_blocks=num_resident + 1, block_size=16, encoder_block_size=512)
     manager = BlockEncoderCacheManager(geometry, cache_size=num_resident * 16)
@@ -83,8 +84,8 @@ def seconds_per_request(num_resident: int, *, num_requests: int = 400, rounds: i
     for number in range(rounds):
         seconds = 0.0
         for batch in range(num_requests // _BATCH):
-            # The half that is evicted last; it is still there when its turn comes.
-            last = [item.key for item in manager.pool.items()[-num_resident // 2 :]]
+            # Still there when their turn comes, however small the pool.
+            last = [item.key for item in manager.pool.items()[-_BATCH:]]
             requests = [
                 _request(choose.choice(last) if index % 2 else f"new-{number}-{batch}-{index}")
                 for index in range(_BATCH)
