@@ -1,6 +1,8 @@
 """Shapes of published checkpoints: the keys of their config.json and processor files that the planner reads.
 
-Source: the files of the repositories named below at huggingface.co, as published; all other keys are left out.
+The repositories named below, at huggingface.co, publish them; all other keys are left out. The values of Qwen3-VL-32B
+and Qwen3-Omni were compared with copies in public source repositories, those of the others were not: a deployer's own
+config.json is what counts.
 """
 
 import json

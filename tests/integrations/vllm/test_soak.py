@@ -31,8 +31,8 @@ SMALL_POOL = {"lane": "eager", "encoder_cache_block_size": 64, "encoder_cache_nu
 
 NUM_CLIENTS = 3
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc keeps an arena for every few threads, and in each of them what was freed: with its defaults the resident memory
-of vLLM's worker creeps up for an hour without a single byte in use more (`malloc_trim` gives it back)."""
+"""glibc keeps what was freed in an arena for every few threads: with its defaults, a tenth of what is resident of
+vLLM's worker after ten minutes is nobody's, and `malloc_trim` gives it back."""
 
 MEMORY_FROM_MINUTES = 10
 """A shorter run says nothing about memory: caches are still filling."""
