@@ -36,8 +36,8 @@ BOUNDED_LIBRARIES = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
 }
 """What is not ours to keep small. glibc keeps what was freed in an arena for every few threads: a tenth of what is
-resident of vLLM's worker after ten minutes, which `malloc_trim` gives back. oneDNN keeps the code it made for each of the
-last 1024 shapes of a product, and the random steps here have many."""
+resident of vLLM's worker after ten minutes, which `malloc_trim` gives back. oneDNN keeps the code it made for each of
+the last 1024 shapes of a product, and the random steps here have many."""
 
 MEMORY_FROM_MINUTES = 10
 """A shorter run says nothing about memory: caches are still filling."""
