@@ -80,7 +80,8 @@ def smallest_image_tokens(budget: MultiModalBudget) -> int | None:
     patch_size, merge_size = (getattr(processor, name, None) for name in ("patch_size", "merge_size"))
     if not (min_pixels and patch_size and merge_size):
         return None
-    return max(min_pixels // (patch_size * merge_size) ** 2, 1)
+    # Rounded up, as the processor does to reach the limit, and as the planner.
+    return -(-min_pixels // (patch_size * merge_size) ** 2)
 
 
 def merge_factor(vllm_config: VllmConfig) -> int:
