@@ -1,5 +1,6 @@
 """Workers without a model: they follow the scheduler's steps and keep the books that a device would keep."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class _Read(NamedTuple):
     last_row: int
 
 
-class SimulatedWorker:
+class SimulatedWorker(ABC):
     """Follows requests as vLLM's V1 runner does, and samples a token whenever a request's known tokens are computed.
 
     What becomes of encoder outputs is left to subclasses. `execute` is the only method that changes anything.
@@ -115,14 +116,17 @@ class SimulatedWorker:
             sampled_token_ids=sampled,
         )
 
+    @abstractmethod
     def _follow(self, step: Any) -> None:
-        raise NotImplementedError
+        """Takes over what the step says of the cache."""
 
+    @abstractmethod
     def _encode(self, feature: MultiModalFeatureSpec) -> None:
-        raise NotImplementedError
+        """Keeps an encoder output."""
 
+    @abstractmethod
     def _read(self, read: _Read) -> None:
-        raise NotImplementedError
+        """Reads rows of an item. Raises `SimulationError` if they are not there."""
 
 
 class BlockWorker(SimulatedWorker):
