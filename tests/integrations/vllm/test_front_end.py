@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engines import small_media, start
+from PIL import Image
 from servers import messages, serving
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
@@ -32,7 +33,7 @@ from vllm_neuron_cache.errors import (
     ItemTooLargeError,
     raise_request_errors,
 )
-from vllm_neuron_cache.integrations.vllm import front_end
+from vllm_neuron_cache.integrations.vllm import front_end, withholding
 from vllm_neuron_cache.integrations.vllm import serving as failures
 from vllm_neuron_cache.integrations.vllm.activation import MANAGER_CLS
 from vllm_neuron_cache.integrations.vllm.media_ids import IdKey, IdMemory, SeenMedia, media_size
@@ -148,20 +149,17 @@ def test_a_video_is_refused_by_what_it_needs_densely(engine, media):
         tokens(engine, prompt)
 
 
-def test_an_item_whose_data_the_processor_cache_holds_back_is_refused_again(engine, media):
+def test_an_item_whose_data_the_processor_cache_holds_back_is_refused_again(engine, media, monkeypatch):
     renderer = engine.llm.llm_engine.renderer
+    # As if it had come in once: the next request is a hit, and has placeholders alone.
+    monkeypatch.setattr(withholding, "withhold", lambda *arguments: None)
     with pytest.raises(ItemTooLargeError):
         tokens(engine, prompt_of(media, "hubble"))
     hits = renderer.mm_processor_cache.make_stats().hits
-    # As if it had come in once: the next request is a hit, and has placeholders alone.
-    invalidate, renderer.mm_processor_cache.invalidate = renderer.mm_processor_cache.invalidate, lambda mm_hash: None
-    try:
-        for _ in range(2):
-            with pytest.raises(ItemTooLargeError, match="837"):
-                tokens(engine, prompt_of(media, "hubble"))
-    finally:
-        renderer.mm_processor_cache.invalidate = invalidate
-    assert renderer.mm_processor_cache.make_stats().hits == hits + 1
+    for _ in range(2):
+        with pytest.raises(ItemTooLargeError, match="837"):
+            tokens(engine, prompt_of(media, "hubble"))
+    assert renderer.mm_processor_cache.make_stats().hits == hits + 2
 
 
 def test_what_a_refused_request_shares_with_a_later_valid_one_is_served(engine, media, expected):
@@ -194,6 +192,23 @@ def test_media_of_a_request_that_vllm_refuses_count_as_not_sent(engine, media, e
         engine.llm.generate(prompt_of(media, "china", ids=["a"]), sampling, lora_request=adapter, use_tqdm=False)
     assert tokens(engine, prompt_of(media, "china")) == expected("china")
     assert tokens(engine, prompt_of(media, "coffee", ids=["a"])) == expected("coffee")
+
+
+def test_media_count_as_known_to_the_engine_once_they_were_sent(engine, media, stock, expected):
+    def rendered(*names, engine=engine):
+        renderer = engine.llm.llm_engine.renderer
+        return renderer.render_cmpl([prompt_of(media, *names)], renderer.default_cmpl_tok_params)[0]
+
+    def data_of(mm_input):
+        return [item is not None for item in mm_input["mm_kwargs"]["image"]]
+
+    never_sent, late = rendered("china"), rendered("china", "china")
+    assert data_of(never_sent) == [True]
+    assert data_of(late) == [True, False]  # the second has the data of the first
+    assert tokens(engine, prompt_of(media, "china")) == expected("china")
+    assert data_of(rendered("china")) == [False]
+    assert tokens(engine, late) == tokens(stock, rendered("china", "china", engine=stock))
+    assert data_of(rendered("china")) == [False]
 
 
 def test_an_item_processed_elsewhere_is_refused_at_the_engine(engine):
@@ -552,7 +567,7 @@ class Client:
     def __init__(self, address):
         self.http = httpx.Client(base_url=address, timeout=60, trust_env=False)
 
-    def chat(self, images, *, uuids=(), **more):
+    def chat(self, images, *, uuids=(), timeout=60, **more):
         body = {
             "model": "tiny",
             "temperature": 0,
@@ -561,7 +576,7 @@ class Client:
             "return_token_ids": True,
             "messages": messages(images, "What is this?", uuids=uuids),
         }
-        return self.http.post("/v1/chat/completions", json=body | more)
+        return self.http.post("/v1/chat/completions", json=body | more, timeout=timeout)
 
     def tokens(self, images, **arguments):
         response = self.chat(images, **arguments)
@@ -593,6 +608,19 @@ def test_a_refused_item_is_http_400(client, media, stream):
     assert error["type"] == "BadRequestError" and error["code"] == 400
     assert "image 1 of the prompt has 837 token rows" in error["message"]
     assert len(client.tokens([media.images["china"]])) == TOKENS
+
+
+def test_media_of_a_client_that_leaves_before_they_are_sent_are_sent_with_the_next_request(client):
+    random = np.random.default_rng(0)
+    left = 0
+    for timeout in np.linspace(0.002, 0.08, 30):
+        image = Image.fromarray(random.integers(0, 255, (200, 200, 3), dtype=np.uint8))
+        try:
+            client.chat([image], timeout=httpx.Timeout(60, read=timeout))
+        except httpx.ReadTimeout:
+            left += 1
+        assert len(client.tokens([image])) == TOKENS
+    assert left
 
 
 @pytest.mark.parametrize("stream", [False, True])

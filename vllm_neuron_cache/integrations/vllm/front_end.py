@@ -3,7 +3,7 @@
 Everything here is wrapped around methods of vLLM's, and does nothing for an engine without this cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -15,10 +15,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.errors import ItemTooLargeError
+from vllm_neuron_cache.integrations.vllm import withholding
 from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
 from vllm_neuron_cache.integrations.vllm.geometry import max_item_tokens, placeholder_layout, resolve_geometry
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 from vllm_neuron_cache.integrations.vllm.media_ids import Arrival, IdMemory, SaltedIds, mapping_hashes
+from vllm_neuron_cache.integrations.vllm.withholding import items_with_data
 
 
 class ItemTooLargeRefusal(VLLMValidationError, ItemTooLargeError):
@@ -32,6 +34,7 @@ def install() -> None:
     wrap_once(BaseRenderer, "_process_tokens_async", _handing_on_the_salt)
     wrap_once(BaseRenderer, "_process_multimodal", _checking_items)
     wrap_once(InputProcessor, "process_inputs", _undoing_refusals)
+    withholding.install()
 
 
 def refusals(renderer: BaseRenderer) -> CacheCounters:
@@ -109,6 +112,7 @@ def _checking_items(process_multimodal: Any) -> Any:
             arrival.undo()
             raise
         if not skip_mm_cache:  # such a request may only ask how many tokens it has; if it is queued, see below
+            withholding.withhold(self.mm_processor_cache, self._mm_executor, mm_input)
             try:
                 refuse_too_large(mm_input["mm_placeholders"], self.config, refusals(self))
             except ItemTooLargeError:
@@ -143,23 +147,12 @@ def _id_memory(renderer: BaseRenderer) -> IdMemory:
 
 
 def _forget_media(renderer: BaseRenderer, mm_input: Mapping[str, Any]) -> None:
-    """Undoes, for a request that is refused after its media were processed, that they count as known to the engine.
+    """Undoes, for a request that is refused after its media were processed, that their ids stand for them.
 
-    Only for items with data: they entered the processor cache with this request. Those without were there before, and
-    so are in the engine's half of that cache, or on the way to it.
+    Only for items with data that the engine does not know from another request.
     """
-    mm_hashes = set(_hashes_of_items_with_data(mm_input))
     cache = renderer.mm_processor_cache
-    if cache is not None:
-        for mm_hash in mm_hashes:
-            cache.invalidate(mm_hash)
-        # A cache that holds the data itself keeps what it has, and its items always have data.
-        mm_hashes = {mm_hash for mm_hash in mm_hashes if not cache.is_cached_item(mm_hash)}
-    _id_memory(renderer).forget(mm_hashes)
-
-
-def _hashes_of_items_with_data(mm_input: Mapping[str, Any]) -> Iterator[str]:
-    for modality, mm_hashes in mm_input["mm_hashes"].items():
-        for mm_hash, item in zip(mm_hashes, mm_input["mm_kwargs"][modality]):
-            if item is not None:
-                yield mm_hash
+    mm_hashes = {mm_hash for mm_hash, _ in items_with_data(mm_input)}
+    _id_memory(renderer).forget(
+        {mm_hash for mm_hash in mm_hashes if cache is None or not cache.is_cached_item(mm_hash)}
+    )
