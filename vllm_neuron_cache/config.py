@@ -17,7 +17,7 @@ OWN_NAMESPACE = "vllm_neuron_cache"
 ENCODER_NAMESPACE = "encoder_neuron_config"
 ENCODER_NAMESPACE_OLD = "vision_neuron_config"
 
-LANES = ("inductor", "eager")
+LANES = ("inductor", "eager", "check", "xla")
 EVICTION_POLICIES = ("lru", "gdsf")
 
 
@@ -64,7 +64,8 @@ class NeuronCacheConfig:
     the least encoding (greedy dual size frequency)."""
 
     lane: str = "inductor"
-    """How graphs are lowered: "inductor" compiles them, "eager" runs the reference."""
+    """How graphs are lowered: "inductor" compiles them, "eager" runs the reference. "check" holds them to the rules and
+    runs what the rules saw, "xla" proves that XLA updates in place: both are slow."""
 
     def __post_init__(self) -> None:
         _require_int(OWN_NAMESPACE, "encoder_cache_block_size", self.encoder_cache_block_size, 1, optional=True)

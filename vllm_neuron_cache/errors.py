@@ -4,8 +4,8 @@ A message says what is wrong, the sizes involved and the remedy. Classes that re
 change are also `ValueError`, so that code that knows nothing of this package still treats them as bad input.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 
 class NeuronCacheError(Exception):
@@ -57,6 +57,28 @@ class StepProtocolError(NeuronCacheError):
 
 class GraphRecompiledError(NeuronCacheError):
     """A graph was about to be compiled after warm-up: an input changed its shape, dtype, layout or mode."""
+
+
+class GraphViolation(NamedTuple):
+    """One breach of the rules of `graphs.check`."""
+
+    rule: str
+    node: str
+    """The node of the graph, or the operator where tracing ended."""
+    text: str
+
+
+class GraphRuleError(NeuronCacheError):
+    """A graph is not what a static compiler takes, or does not mutate what its spec says."""
+
+    def __init__(self, graph: str, violations: Sequence[GraphViolation]) -> None:
+        self.graph = graph
+        self.violations = tuple(violations)
+        found = "; ".join(f"[{rule}] {node}: {text}" for rule, node, text in self.violations)
+        super().__init__(f"graph {graph}: {found}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.graph, self.violations)
 
 
 class PoolExhaustedError(NeuronCacheError):

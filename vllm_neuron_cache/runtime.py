@@ -11,13 +11,11 @@ from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import EncoderCacheStep
 from vllm_neuron_cache.errors import EncoderOutputError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
+from vllm_neuron_cache.graphs.catalog import merge_spec
+from vllm_neuron_cache.graphs.host_arrays import HostArrays
 from vllm_neuron_cache.graphs.lanes import Lane
-from vllm_neuron_cache.graphs.merge import merge_rows_spec
-from vllm_neuron_cache.graphs.spec import doubling_buckets
+from vllm_neuron_cache.graphs.spec import BufferShape
 from vllm_neuron_cache.writer import EncoderCacheWriter
-
-MIN_MERGE_ROWS = 64
-"""Smallest merge bucket: below it a graph's launch costs more than its rows."""
 
 
 class MergeTargets(NamedTuple):
@@ -60,22 +58,16 @@ class EncoderCacheRuntime:
         lane: Lane,
     ) -> None:
         self.blocks = EncoderCacheBlocks(geometry, fat_dim=fat_dim, dtype=dtype, device=device)
+        buffer = BufferShape(*self.blocks.buffer.shape, dtype)
         self._writer = EncoderCacheWriter(self.blocks, lane)
         self._targets = targets
         self._lane = lane
-        merge_buckets = doubling_buckets(MIN_MERGE_ROWS, targets.max_step_tokens)
-        self._merge = BucketedGraph(merge_rows_spec(merge_buckets, self.blocks.row_bytes), lane)
+        spec = merge_spec(buffer, num_levels=len(targets.deepstack), max_step_tokens=targets.max_step_tokens)
+        self._merge = BucketedGraph(spec, lane)
         self._planner = ReadPlanner(
-            buckets=merge_buckets, scratch_row=self.blocks.scratch_row, dummy_row=targets.max_step_tokens
+            buckets=spec.buckets, scratch_row=self.blocks.scratch_row, dummy_row=targets.max_step_tokens
         )
-        # One view per bucket, made once: a graph then gets the same tensors in every step.
-        self._pairs = {
-            bucket: (
-                torch.from_numpy(self._planner.src_rows)[:bucket],
-                torch.from_numpy(self._planner.dst_rows)[:bucket],
-            )
-            for bucket in merge_buckets
-        }
+        self._pairs = HostArrays((self._planner.src_rows, self._planner.dst_rows), spec.buckets, device)
         self._rows_read = 0
 
     @property
@@ -95,11 +87,10 @@ class EncoderCacheRuntime:
         """Compiles every bucket of every graph and seals the lane. Writes the scratch block and the dummy row only."""
 
         def merge_args(bucket: int) -> tuple:
-            src_rows, dst_rows = self._pairs[bucket]
-            src_rows.fill_(self.blocks.scratch_row)
-            dst_rows.fill_(self._targets.max_step_tokens)
-            return self._targets.hidden, self._targets.deepstack, self.blocks.buffer, src_rows, dst_rows
+            return self._targets.hidden, self._targets.deepstack, self.blocks.buffer, *self._pairs.send(bucket)
 
+        self._planner.src_rows.fill(self.blocks.scratch_row)
+        self._planner.dst_rows.fill(self._targets.max_step_tokens)
         self._writer.warm_up()
         self._merge.warm_up(merge_args)
         self._lane.seal()
@@ -134,8 +125,8 @@ class EncoderCacheRuntime:
     def merge(self, plan: ReadPlan) -> None:
         """Runs the merge graph on the plan made last. Mutates the merge targets."""
         targets = self._targets
-        src_rows, dst_rows = self._pairs[plan.bucket]
-        self._merge.run(plan.bucket, targets.hidden, targets.deepstack, self.blocks.buffer, src_rows, dst_rows)
+        pairs = self._pairs.send(plan.bucket)
+        self._merge.run(plan.bucket, targets.hidden, targets.deepstack, self.blocks.buffer, *pairs)
         self._rows_read += plan.num_rows
 
     def clear(self) -> None:

@@ -8,15 +8,10 @@ from vllm_neuron_cache.encoder_cache.identity import EMPTY_TAG, Fingerprint, mm_
 from vllm_neuron_cache.encoder_cache.table import Entry
 from vllm_neuron_cache.errors import EncoderOutputError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
-from vllm_neuron_cache.graphs.encoder_write import encoder_stamp_spec, encoder_write_spec
+from vllm_neuron_cache.graphs.catalog import STAMP_BUCKETS, WRITE_BUCKETS, stamp_spec, write_spec
+from vllm_neuron_cache.graphs.host_arrays import HostArrays
 from vllm_neuron_cache.graphs.lanes import Lane
-from vllm_neuron_cache.graphs.spec import doubling_buckets, split_by_buckets
-
-WRITE_BUCKETS = doubling_buckets(64, 2048)
-"""Rows of one write launch. An item is cut into parts that fill buckets; only a rest below the smallest is padded."""
-
-STAMP_BUCKETS = (4, 32, 256)
-"""Blocks of one stamp launch. A tag is 12 bytes, so padding costs nothing and few sizes will do."""
+from vllm_neuron_cache.graphs.spec import BufferShape, split_by_buckets
 
 
 class EncoderCacheWriter:
@@ -28,28 +23,19 @@ class EncoderCacheWriter:
 
     def __init__(self, blocks: EncoderCacheBlocks, lane: Lane) -> None:
         self._blocks = blocks
-        self._write = BucketedGraph(encoder_write_spec(WRITE_BUCKETS, blocks.row_bytes), lane)
-        self._stamp = BucketedGraph(encoder_stamp_spec(STAMP_BUCKETS), lane)
+        buffer = blocks.buffer
+        shape = BufferShape(*buffer.shape, buffer.dtype)
+        self._write = BucketedGraph(write_spec(shape), lane)
+        self._stamp = BucketedGraph(stamp_spec(shape), lane)
         self.items_written = 0
         self.rows_written = 0
-        # Arguments that every launch uses again; a graph gets views of them that are made once per bucket.
-        buffer, most_rows, most_blocks = blocks.buffer, WRITE_BUCKETS[-1], STAMP_BUCKETS[-1]
+        # Arguments that every launch uses again.
         self._rest = torch.zeros(WRITE_BUCKETS[0], blocks.fat_dim, dtype=buffer.dtype, device=buffer.device)
-        self._block_ids, self._block_rows = np.zeros((2, most_rows), dtype=np.int32)
-        self._stamped_ids, self._stamps = np.zeros((2, most_blocks), dtype=np.int32)
-        self._tags = np.zeros((most_blocks, 2), dtype=np.int32)
-        self._places = {
-            bucket: (torch.from_numpy(self._block_ids)[:bucket], torch.from_numpy(self._block_rows)[:bucket])
-            for bucket in WRITE_BUCKETS
-        }
-        self._stamp_args = {
-            bucket: (
-                torch.from_numpy(self._stamped_ids)[:bucket],
-                torch.from_numpy(self._tags)[:bucket],
-                torch.from_numpy(self._stamps)[:bucket],
-            )
-            for bucket in STAMP_BUCKETS
-        }
+        self._block_ids, self._block_rows = np.zeros((2, WRITE_BUCKETS[-1]), dtype=np.int32)
+        self._places = HostArrays((self._block_ids, self._block_rows), WRITE_BUCKETS, buffer.device)
+        self._stamped_ids, self._stamps = np.zeros((2, STAMP_BUCKETS[-1]), dtype=np.int32)
+        self._tags = np.zeros((STAMP_BUCKETS[-1], 2), dtype=np.int32)
+        self._stamp_args = HostArrays((self._stamped_ids, self._tags, self._stamps), STAMP_BUCKETS, buffer.device)
 
     @property
     def graphs(self) -> tuple[BucketedGraph, ...]:
@@ -63,11 +49,11 @@ class EncoderCacheWriter:
             lambda bucket: (
                 self._blocks.buffer,
                 self._blocks.buffer.new_zeros(bucket, self._blocks.fat_dim),
-                *self._places[bucket],
+                *self._places.send(bucket),
             )
         )
         self._stamp.warm_up(
-            lambda bucket: (self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args[bucket])
+            lambda bucket: (self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args.send(bucket))
         )
 
     def write(self, key: str, output: torch.Tensor) -> None:
@@ -104,7 +90,7 @@ class EncoderCacheWriter:
             # Padding goes to the scratch block, whatever the rows hold there.
             self._block_ids[count:bucket] = geometry.scratch_block_id
             self._block_rows[count:bucket] = 0
-            self._write.run(bucket, self._blocks.buffer, rows, *self._places[bucket])
+            self._write.run(bucket, self._blocks.buffer, rows, *self._places.send(bucket))
             first += count
 
     def _stamp_blocks(self, entry: Entry, tag: Fingerprint, generation: int) -> None:
@@ -115,4 +101,4 @@ class EncoderCacheWriter:
             self._stamped_ids[len(block_ids) : bucket] = self._blocks.geometry.scratch_block_id
             self._tags[:bucket] = tag
             self._stamps[:bucket] = generation
-            self._stamp.run(bucket, self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args[bucket])
+            self._stamp.run(bucket, self._blocks.mm_hash_tags, self._blocks.generations, *self._stamp_args.send(bucket))

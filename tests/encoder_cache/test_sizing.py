@@ -13,6 +13,7 @@ from vllm_neuron_cache.encoder_cache.sizing import (
     cache_geometry,
     choose_block_size,
     num_blocks_needed,
+    round_up_num_blocks,
 )
 from vllm_neuron_cache.errors import ConfigurationError
 
@@ -64,7 +65,7 @@ def test_a_finer_block_leaves_the_encoders_block_as_it_is():
         (1024, (513,), 2),
         (1024, (100, 1025), 3),
         (1024, (1025, 100), 3),
-        (45_536, (74_717,), 146),  # a video larger than the budget
+        (45_536, (74_717,), 152),  # a video larger than the budget: 146 blocks, and the next rung
         (5000, iter([700, 1600]), 10),
     ],
 )
@@ -74,9 +75,21 @@ def test_the_pool_holds_the_budget_and_the_largest_item_whichever_is_larger(budg
     assert geometry.num_blocks == num_item_blocks + 1
 
 
-@pytest.mark.parametrize("floor, num_blocks", [(2, 9), (9, 9), (10, 10), (500, 500)])
+@pytest.mark.parametrize("floor, num_blocks", [(2, 9), (9, 9), (10, 10), (500, 513)])
 def test_a_configured_number_of_blocks_is_a_floor_with_the_scratch_block_in_it(floor, num_blocks):
     assert geometry_of(config_of(floor=floor), budget=4096).num_blocks == num_blocks
+
+
+@given(num_blocks=st.integers(2, 100_000))
+def test_a_slightly_larger_pool_is_the_same_pool(num_blocks):
+    rung = round_up_num_blocks(num_blocks)
+    assert num_blocks <= rung < num_blocks * 17 / 16 + 1
+    assert {round_up_num_blocks(between) for between in range(num_blocks, rung + 1)} == {rung}
+    assert num_blocks > 33 or rung == num_blocks
+
+
+def test_a_pool_that_doubles_meets_no_more_than_sixteen_rungs():
+    assert len({round_up_num_blocks(num_blocks) for num_blocks in range(1026, 2050)}) == 16
 
 
 @pytest.mark.parametrize("exact", [2, 8, 9, 10, 500])

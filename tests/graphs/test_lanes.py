@@ -1,17 +1,22 @@
 """Lanes compile in warm-up and never after, and say so when they would have to."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from vllm_neuron_cache.config import LANES
-from vllm_neuron_cache.errors import GraphRecompiledError
+from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.lanes import EagerLane, InductorLane, make_lane
 from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 from vllm_neuron_cache.graphs.merge import merge_rows_fat_spec
-from vllm_neuron_cache.graphs.spec import bucket_for, doubling_buckets, split_by_buckets
+from vllm_neuron_cache.graphs.spec import BufferShape, bucket_for, doubling_buckets, split_by_buckets
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="inductor needs a C++ compiler, and there is none")
+
+
+SHAPE = BufferShape(3, 4, 8, torch.float32)
 
 
 def merge_args(rows: int, tokens: int = 16, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -21,7 +26,11 @@ def merge_args(rows: int, tokens: int = 16, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("name", LANES)
 def test_every_configured_lane_exists(name):
-    if name != "inductor" or compiler_available():
+    missing = {"inductor": not compiler_available(), "xla": find_spec("jax") is None}
+    if missing.get(name):
+        with pytest.raises(ConfigurationError, match=f"lane '{name}'"):
+            make_lane(name)
+    else:
         assert make_lane(name).name == name
 
 
@@ -29,7 +38,7 @@ def test_every_configured_lane_exists(name):
 @torch.inference_mode()
 def test_one_compilation_per_bucket_and_none_after():
     lane = InductorLane()
-    graph = BucketedGraph(merge_rows_fat_spec((2, 4, 8), 1), lane)
+    graph = BucketedGraph(merge_rows_fat_spec((2, 4, 8), SHAPE, max_step_tokens=16), lane)
     graph.warm_up(merge_args)
     lane.seal()
     assert lane.num_compiled == 3
@@ -48,7 +57,7 @@ def test_one_compilation_per_bucket_and_none_after():
 )
 def test_a_call_that_needs_compiling_raises_and_changes_nothing(args):
     lane = InductorLane()
-    graph = BucketedGraph(merge_rows_fat_spec((4,), 1), lane)
+    graph = BucketedGraph(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), lane)
     graph.warm_up(merge_args)
     lane.seal()
     with pytest.raises(GraphRecompiledError, match="merge_rows_fat, bucket 4"):
@@ -61,7 +70,7 @@ def test_a_call_that_needs_compiling_raises_and_changes_nothing(args):
 @torch.inference_mode()
 def test_other_layout_is_another_signature():
     lane = InductorLane()
-    graph = BucketedGraph(merge_rows_fat_spec((4,), 1), lane)
+    graph = BucketedGraph(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), lane)
     graph.warm_up(merge_args)
     fat, buffer, src_rows, dst_rows = merge_args(4)
     with pytest.raises(GraphRecompiledError, match="differ"):
@@ -73,7 +82,7 @@ def test_sealed_lane_lowers_nothing(lane_class):
     lane = lane_class()
     lane.seal()
     with pytest.raises(GraphRecompiledError, match="after warm-up"):
-        lane.lower(merge_rows_fat_spec((4,), 1), 4, merge_args(4))
+        lane.lower(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), 4, merge_args(4))
 
 
 def test_buckets():

@@ -9,13 +9,15 @@ from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.encoder_write import encoder_stamp_spec, encoder_write_spec
 from vllm_neuron_cache.graphs.lanes import make_lane
 from vllm_neuron_cache.graphs.merge import merge_multimodal_embeddings_spec, merge_rows_fat_spec, merge_rows_spec
+from vllm_neuron_cache.graphs.spec import BufferShape
 
 NUM_BLOCKS, BLOCK_SIZE, WIDTH, LEVELS, TOKENS = 9, 8, 6, 3, 64
 FAT = WIDTH * (1 + LEVELS)
+STEP = {"num_levels": LEVELS, "max_step_tokens": TOKENS}
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(params=["eager", "inductor"])
+@pytest.fixture(params=["eager", "check", "inductor"])
 def lane(request):
     if request.param == "inductor":
         from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
@@ -51,6 +53,10 @@ def buffer_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(NUM_BLOCKS, BLOCK_SIZE, FAT, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
+def shape_of(buffer: torch.Tensor) -> BufferShape:
+    return BufferShape(*buffer.shape, buffer.dtype)
+
+
 def merged_by_hand(hidden, deepstack, buffer, src, dst):
     hidden, deepstack = hidden.clone(), tuple(level.clone() for level in deepstack)
     for source, destination in zip(src.tolist(), dst.tolist()):
@@ -76,7 +82,7 @@ def test_merge_moves_the_named_rows_and_no_others(lane, dtype, count):
     wanted_hidden, wanted_deepstack = merged_by_hand(hidden, deepstack, buffer, src, dst)
     before = buffer.clone()
     args = (hidden, deepstack, buffer, *padded(src, dst, 32))
-    lowered(merge_rows_spec((32,), 1), lane, args).run(32, *args)
+    lowered(merge_rows_spec((32,), shape_of(buffer), **STEP), lane, args).run(32, *args)
     assert torch.equal(hidden[:TOKENS], wanted_hidden[:TOKENS])
     for level, wanted in zip(deepstack, wanted_deepstack):
         assert torch.equal(level[:TOKENS], wanted[:TOKENS])
@@ -91,8 +97,8 @@ def test_fat_target_gets_the_same_rows_as_split_targets(lane, dtype):
     fat = torch.cat([hidden, *deepstack], dim=1)
     pairs = padded(src, dst, 32)
     split_args, fat_args = (hidden, deepstack, buffer, *pairs), (fat, buffer, *pairs)
-    lowered(merge_rows_spec((32,), 1), lane, split_args).run(32, *split_args)
-    lowered(merge_rows_fat_spec((32,), 1), lane, fat_args).run(32, *fat_args)
+    lowered(merge_rows_spec((32,), shape_of(buffer), **STEP), lane, split_args).run(32, *split_args)
+    lowered(merge_rows_fat_spec((32,), shape_of(buffer), max_step_tokens=TOKENS), lane, fat_args).run(32, *fat_args)
     assert torch.equal(fat[:TOKENS], torch.cat([hidden, *deepstack], dim=1)[:TOKENS])
 
 
@@ -113,8 +119,12 @@ def test_both_read_forms_are_equal_to_the_bit(lane, dtype, seed):
         torch.from_numpy(form.encoder_block_ids),
         torch.from_numpy(form.encoder_positions),
     )
-    lowered(merge_rows_spec((32,), 1), lane, row_args).run(32, *row_args)
-    lowered(merge_multimodal_embeddings_spec((16,), 1), lane, block_args).run(16, *block_args)
+    lowered(merge_rows_spec((32,), shape_of(buffer), **STEP), lane, row_args).run(32, *row_args)
+    lowered(
+        merge_multimodal_embeddings_spec((16,), shape_of(buffer), **STEP),
+        lane,
+        block_args,
+    ).run(16, *block_args)
     wanted = merged_by_hand(*targets(dtype), buffer, src, dst)
     for rows, blocks, by_hand in zip(
         (by_rows[0], *by_rows[1]), (by_blocks[0], *by_blocks[1]), (wanted[0], *wanted[1]), strict=True
@@ -132,7 +142,7 @@ def test_write_changes_the_named_rows_in_place(lane, dtype):
     block_ids = torch.tensor([3] * 8 + [0] * 2, dtype=torch.int32)
     block_rows = torch.tensor([*range(8), 5, 2], dtype=torch.int32)
     args = (buffer, rows, block_ids, block_rows)
-    lowered(encoder_write_spec((10,), 1), lane, args).run(10, *args)
+    lowered(encoder_write_spec((10,), shape_of(buffer)), lane, args).run(10, *args)
     wanted = before.clone()
     wanted[3], wanted[0, 5], wanted[0, 2] = rows[:8], rows[8], rows[9]
     assert torch.equal(buffer, wanted)
@@ -150,6 +160,6 @@ def test_stamp_writes_both_tags(lane):
         torch.tensor([[7, -8], [9, 10]], dtype=torch.int32),
         torch.ones(2, dtype=torch.int32),
     )
-    lowered(encoder_stamp_spec((2,)), lane, args).run(2, *args)
+    lowered(encoder_stamp_spec((2,), NUM_BLOCKS), lane, args).run(2, *args)
     assert tags[4].tolist() == [7, -8] and tags[1].tolist() == [9, 10]
     assert generations.tolist() == [0, 1, 0, 0, 1, 0, 0, 0, 0]

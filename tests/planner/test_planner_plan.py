@@ -10,7 +10,7 @@ from published_configs import CHECKPOINTS, write_checkpoint
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.item import num_dense_blocks
-from vllm_neuron_cache.encoder_cache.sizing import cache_geometry, num_blocks_needed
+from vllm_neuron_cache.encoder_cache.sizing import cache_geometry, num_blocks_needed, round_up_num_blocks
 from vllm_neuron_cache.errors import ConfigurationError, PlannerError
 from vllm_neuron_cache.planner.items import MediaSize, parse_sizes
 from vllm_neuron_cache.planner.model import load_model_shape
@@ -68,7 +68,8 @@ def test_the_32b_model_without_a_budget(big):
 def test_a_larger_step_needs_a_larger_cache(big):
     plan = plan_of(big, max_num_batched_tokens=45536)
     assert plan.encoder_cache_size == 45536
-    assert plan.geometry.num_blocks == 45536 // 16 + 1
+    assert plan.num_blocks_needed == 45536 // 16 + 1
+    assert plan.geometry.num_blocks == 2944 + 1, "the next rung"
 
 
 def test_where_single_frames_are_limited_the_largest_video_follows_the_longest_sequence(shapes):
@@ -289,7 +290,7 @@ def test_without_a_budget_an_engine_that_needs_more_takes_more(big):
     plan = plan_of(big)
     config = NeuronCacheConfig.from_additional_config(plan.additional_config)
     geometry = cache_geometry(config, merge_factor=4, encoder_cache_size=100_000, largest_item_tokens=())
-    assert geometry.num_blocks == num_blocks_needed(16, 100_000, ()) > plan.geometry.num_blocks
+    assert geometry.num_blocks == round_up_num_blocks(num_blocks_needed(16, 100_000, ())) > plan.geometry.num_blocks
 
 
 def test_vllms_own_options_stand_beside_it(big):

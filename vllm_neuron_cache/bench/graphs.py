@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_neuron_cache.bench.lane_traces import bench_lanes
 from vllm_neuron_cache.bench.race import race
 from vllm_neuron_cache.encoder_cache.item import dense_layout
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
@@ -16,7 +17,7 @@ from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.encoder_write import encoder_write_spec
 from vllm_neuron_cache.graphs.lanes import InductorLane
 from vllm_neuron_cache.graphs.merge import merge_rows_fat_spec, merge_rows_spec
-from vllm_neuron_cache.graphs.spec import GraphSpec, doubling_buckets
+from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec, doubling_buckets
 
 
 class GraphBenchShape(NamedTuple):
@@ -36,9 +37,8 @@ class GraphBenchShape(NamedTuple):
     def fat_dim(self) -> int:
         return self.hidden_size * (1 + self.num_levels)
 
-    @property
-    def row_bytes(self) -> int:
-        return self.fat_dim * torch.bfloat16.itemsize
+    def buffer(self, num_blocks: int) -> BufferShape:
+        return BufferShape(num_blocks, self.block_size, self.fat_dim, torch.bfloat16)
 
 
 @torch.inference_mode()
@@ -59,11 +59,15 @@ def bench_graphs(
         merge = _bench_merge(shape, lane, rounds)
     finally:
         torch.set_num_threads(threads)
+    step("A random run in every lane")
+    lanes = bench_lanes()
+    recompiles = lane.num_recompiles_refused + sum(run.get("recompiles_after_warmup", 0) for run in lanes.values())
     return {
         "write": write,
         **merge,
         "read_plan_us": read_plan_us,
-        "recompiles_after_warmup": lane.num_recompiles_refused,
+        "recompiles_after_warmup": recompiles,
+        "lanes": lanes,
     }
 
 
@@ -77,7 +81,9 @@ def _bench_write(shape: GraphBenchShape, lane: InductorLane, rounds: int) -> dic
         buffer = torch.zeros(num_blocks, shape.block_size, shape.fat_dim, dtype=torch.bfloat16)
         blocks = torch.linspace(0, num_blocks - 2, shape.write_blocks).to(torch.int32)
         args = (buffer, rows, blocks.repeat_interleave(shape.block_size), block_rows)
-        contenders[f"write_{num_blocks}"] = _lowered(encoder_write_spec((num_rows,), shape.row_bytes), lane, args)
+        contenders[f"write_{num_blocks}"] = _lowered(
+            encoder_write_spec((num_rows,), shape.buffer(num_blocks)), lane, args
+        )
     best = race(contenders, rounds=rounds)
     few, many = best[f"write_{shape.few_blocks}"], best[f"write_{shape.many_blocks}"]
     return {"ratio_memcpy": few / best["memcpy"], "growth": many / few, "memcpy_ms": best["memcpy"] * 1e3}
@@ -100,16 +106,26 @@ def _bench_merge(shape: GraphBenchShape, lane: InductorLane, rounds: int) -> dic
 
     buckets = (plan.bucket,)
     usual_args = _usual_arguments(shape, buffer, windows, table)
+    buffer_shape = shape.buffer(shape.num_images + 1)
     usual_spec = GraphSpec(
-        name="merge_usual", fn=_merge_usual, mutates=(), buckets=buckets, bytes_per_row=shape.row_bytes
+        name="merge_usual",
+        fn=_merge_usual,
+        mutates=(),
+        buckets=buckets,
+        bytes_per_row=buffer_shape.row_bytes,
+        example_args=lambda bucket: usual_args,
     )
     usual = _lowered(usual_spec, lane, usual_args)
     contenders: dict[str, Callable[[], object]] = {
         "memcpy": lambda: destination.copy_(source),
         "merge_split": _lowered(
-            merge_rows_spec(buckets, shape.row_bytes), lane, (hidden, deepstack, buffer, src_rows, dst_rows)
+            merge_rows_spec(buckets, buffer_shape, num_levels=levels, max_step_tokens=tokens),
+            lane,
+            (hidden, deepstack, buffer, src_rows, dst_rows),
         ),
-        "merge_fat": _lowered(merge_rows_fat_spec(buckets, shape.row_bytes), lane, (fat, buffer, src_rows, dst_rows)),
+        "merge_fat": _lowered(
+            merge_rows_fat_spec(buckets, buffer_shape, max_step_tokens=tokens), lane, (fat, buffer, src_rows, dst_rows)
+        ),
     }
     best = race(contenders, rounds=rounds)
     slow = race(

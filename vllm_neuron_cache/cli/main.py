@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from vllm_neuron_cache.cli.bench import bench_app
 from vllm_neuron_cache.cli.demo import demo
+from vllm_neuron_cache.cli.graphs import graphs_app
 from vllm_neuron_cache.cli.plan import plan
 from vllm_neuron_cache.errors import NeuronCacheError
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.add_typer(bench_app, name="bench")
+app.add_typer(graphs_app, name="graphs")
 
 
 @app.callback()

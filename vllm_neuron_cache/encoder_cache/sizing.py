@@ -62,8 +62,8 @@ def cache_geometry(
             is not known, or the encoder's own block is wanted.
 
     Without a configured block size it is `choose_block_size`'s; but a configured number of blocks, which means nothing
-    without their size, is one of encoder's blocks, as in vLLM Neuron. A number fixed by
-    `encoder_cache_num_blocks_exact` is taken as it is, also below `num_blocks_needed`.
+    without their size, is one of encoder's blocks, as in vLLM Neuron. The number is `round_up_num_blocks`'s; but one
+    fixed by `encoder_cache_num_blocks_exact` is taken as it is, also below `num_blocks_needed`.
 
     Raises `ConfigurationError` when a size does not divide.
     """
@@ -88,8 +88,22 @@ def cache_geometry(
         num_blocks = config.encoder_cache_num_blocks_exact
     else:
         needed = num_blocks_needed(block_size, encoder_cache_size, largest_item_tokens)
-        num_blocks = max(needed, config.encoder.encoder_cache_num_blocks or 0)
+        num_blocks = round_up_num_blocks(max(needed, config.encoder.encoder_cache_num_blocks or 0))
     return CacheGeometry(num_blocks=num_blocks, block_size=block_size, encoder_block_size=encoder_block_size)
+
+
+def round_up_num_blocks(num_blocks: int) -> int:
+    """The next rung of a ladder, so that a slightly larger pool is one that graphs were compiled for already.
+
+    Blocks for items step by a sixteenth of the power of two below them, the scratch block comes on top: up to 33 blocks
+    each number is a rung, from there on a pool grows by less than a sixteenth.
+    """
+    item_blocks = num_blocks - 1
+    step = 1 << max(item_blocks.bit_length() - _LADDER_BITS, 0)
+    return -(-item_blocks // step) * step + 1
+
+
+_LADDER_BITS = 5
 
 
 def num_blocks_needed(block_size: int, encoder_cache_size: int, largest_item_tokens: Iterable[int]) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_neuron_cache.graphs.spec import GraphSpec
+from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
 
 
 def encoder_write(buffer: torch.Tensor, rows: torch.Tensor, block_ids: torch.Tensor, block_rows: torch.Tensor) -> None:
@@ -40,18 +40,46 @@ def encoder_stamp(
     generations.index_put_((block_ids,), stamps)
 
 
-def encoder_write_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
-    """`row_bytes` is the size of one row of the buffer."""
+def encoder_write_spec(buckets: tuple[int, ...], buffer: BufferShape) -> GraphSpec:
+    """The buckets count rows."""
+
+    def example_args(bucket: int) -> tuple[torch.Tensor, ...]:
+        return (
+            buffer.example(),
+            torch.zeros(bucket, buffer.fat_dim, dtype=buffer.dtype),
+            torch.zeros(bucket, dtype=torch.int32),
+            torch.zeros(bucket, dtype=torch.int32),
+        )
+
     return GraphSpec(
-        name="encoder_write", fn=encoder_write, mutates=("buffer",), buckets=buckets, bytes_per_row=row_bytes
+        name="encoder_write",
+        fn=encoder_write,
+        mutates=("buffer",),
+        buckets=buckets,
+        bytes_per_row=buffer.row_bytes,
+        example_args=example_args,
+        index_limits={"block_ids": buffer.num_blocks, "block_rows": buffer.block_size},
     )
 
 
-def encoder_stamp_spec(buckets: tuple[int, ...]) -> GraphSpec:
+def encoder_stamp_spec(buckets: tuple[int, ...], num_blocks: int) -> GraphSpec:
+    """The buckets count blocks, of a buffer of `num_blocks`."""
+
+    def example_args(bucket: int) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.zeros(num_blocks, 2, dtype=torch.int32),
+            torch.zeros(num_blocks, dtype=torch.int32),
+            torch.zeros(bucket, dtype=torch.int32),
+            torch.zeros(bucket, 2, dtype=torch.int32),
+            torch.zeros(bucket, dtype=torch.int32),
+        )
+
     return GraphSpec(
         name="encoder_stamp",
         fn=encoder_stamp,
         mutates=("mm_hash_tags", "generations"),
         buckets=buckets,
         bytes_per_row=12,
+        example_args=example_args,
+        index_limits={"block_ids": num_blocks},
     )

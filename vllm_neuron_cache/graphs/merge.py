@@ -5,9 +5,11 @@ targets belong to the caller and have one row more than the step (`T + 1`): row 
 padding writes.
 """
 
+from typing import Any
+
 import torch
 
-from vllm_neuron_cache.graphs.spec import GraphSpec
+from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
 
 
 def _scatter_levels(
@@ -63,25 +65,72 @@ def merge_multimodal_embeddings(
     _scatter_levels(hidden, deepstack, rows, encoder_positions.flatten())
 
 
-def merge_rows_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
-    """`row_bytes` is the size of one row of the buffer; so in the specs below."""
+def merge_rows_spec(
+    buckets: tuple[int, ...], buffer: BufferShape, *, num_levels: int, max_step_tokens: int
+) -> GraphSpec:
+    """The buckets count rows. `num_levels` is that of the deepstack levels, `max_step_tokens` the T of the targets; so
+    in the specs below."""
+
+    def example_args(bucket: int) -> tuple[Any, ...]:
+        return *_targets(buffer, num_levels, max_step_tokens), buffer.example(), *_indices(2, bucket)
+
     return GraphSpec(
-        name="merge_rows", fn=merge_rows, mutates=("hidden", "deepstack"), buckets=buckets, bytes_per_row=row_bytes
+        name="merge_rows",
+        fn=merge_rows,
+        mutates=("hidden", "deepstack"),
+        buckets=buckets,
+        bytes_per_row=buffer.row_bytes,
+        example_args=example_args,
+        index_limits={"src_rows": buffer.num_rows, "dst_rows": max_step_tokens + 1},
     )
 
 
-def merge_rows_fat_spec(buckets: tuple[int, ...], row_bytes: int) -> GraphSpec:
+def merge_rows_fat_spec(buckets: tuple[int, ...], buffer: BufferShape, *, max_step_tokens: int) -> GraphSpec:
+    """The buckets count rows."""
+
+    def example_args(bucket: int) -> tuple[Any, ...]:
+        fat = torch.zeros(max_step_tokens + 1, buffer.fat_dim, dtype=buffer.dtype)
+        return fat, buffer.example(), *_indices(2, bucket)
+
     return GraphSpec(
-        name="merge_rows_fat", fn=merge_rows_fat, mutates=("fat",), buckets=buckets, bytes_per_row=row_bytes
+        name="merge_rows_fat",
+        fn=merge_rows_fat,
+        mutates=("fat",),
+        buckets=buckets,
+        bytes_per_row=buffer.row_bytes,
+        example_args=example_args,
+        index_limits={"src_rows": buffer.num_rows, "dst_rows": max_step_tokens + 1},
     )
 
 
-def merge_multimodal_embeddings_spec(buckets: tuple[int, ...], block_bytes: int) -> GraphSpec:
-    """The buckets count blocks, of `block_bytes` each."""
+def merge_multimodal_embeddings_spec(
+    buckets: tuple[int, ...], buffer: BufferShape, *, num_levels: int, max_step_tokens: int
+) -> GraphSpec:
+    """The buckets count blocks."""
+
+    def example_args(bucket: int) -> tuple[Any, ...]:
+        targets = _targets(buffer, num_levels, max_step_tokens)
+        positions = torch.zeros(bucket, buffer.block_size, dtype=torch.int32)
+        return *targets, buffer.example(), *_indices(1, bucket), positions
+
     return GraphSpec(
         name="merge_multimodal_embeddings",
         fn=merge_multimodal_embeddings,
         mutates=("hidden", "deepstack"),
         buckets=buckets,
-        bytes_per_row=block_bytes,
+        bytes_per_row=buffer.row_bytes * buffer.block_size,
+        example_args=example_args,
+        index_limits={"encoder_block_ids": buffer.num_blocks, "encoder_positions": max_step_tokens + 1},
     )
+
+
+def _targets(
+    buffer: BufferShape, num_levels: int, max_step_tokens: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    width = buffer.fat_dim // (1 + num_levels)
+    hidden, *deepstack = (torch.zeros(max_step_tokens + 1, width, dtype=buffer.dtype) for _ in range(1 + num_levels))
+    return hidden, tuple(deepstack)
+
+
+def _indices(count: int, length: int) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(length, dtype=torch.int32) for _ in range(count))

@@ -1,16 +1,19 @@
 """What a graph is, apart from how it is lowered."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
     """One graph, defined once.
 
-    `fn` takes tensors and tuples of tensors. It has static shapes for every bucket, mutates only whole arguments,
-    never through a view, and returns nothing that it mutates; indices are int32 and in range by construction.
+    `fn` takes tensors and tuples of tensors and obeys the rules of `graphs.check`: static shapes for every bucket,
+    whole arguments mutated and never through a view, nothing returned that it mutates, int32 indices in range.
     """
 
     name: str
@@ -21,6 +24,66 @@ class GraphSpec:
     """Sizes that the graph is compiled for, ascending."""
     bytes_per_row: int
     """Bytes that one more row in the bucket moves, once read and once written."""
+    example_args: Callable[[int], tuple[Any, ...]]
+    """Arguments for a bucket, of the shapes and dtypes of every call. It allocates on torch's default device: under
+    `torch.device("meta")` nothing at all."""
+    index_limits: Mapping[str, int] = field(default_factory=dict)
+    """For each argument that holds indices (flattened name, see `flat_names`): its values are 0 or more and below
+    this. The host that makes them keeps to it; that the graph then stays in range is for the checker."""
+
+    def meta_args(self, bucket: int) -> tuple[Any, ...]:
+        """`example_args` without memory."""
+        with torch.device("meta"):
+            return self.example_args(bucket)
+
+    def mutated_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """`mutates` by the names of single tensors, in the order of the arguments."""
+        return tuple(name for name in flat_names(self.fn, args) if name.split("[")[0] in self.mutates)
+
+
+class BufferShape(NamedTuple):
+    """Shape and dtype of the encoder cache's buffer."""
+
+    num_blocks: int
+    block_size: int
+    fat_dim: int
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def row_bytes(self) -> int:
+        return self.fat_dim * self.dtype.itemsize
+
+    def example(self) -> torch.Tensor:
+        return torch.zeros(self.num_blocks, self.block_size, self.fat_dim, dtype=self.dtype)
+
+
+def flatten(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors of a graph's arguments, one after the other."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from arg
+        else:
+            yield arg
+
+
+def unflatten(tensors: Sequence[torch.Tensor], example_args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inverse of `flatten`: `tensors` grouped as in `example_args`."""
+    remaining = iter(tensors)
+    return tuple(
+        tuple(next(remaining) for _ in arg) if isinstance(arg, tuple) else next(remaining) for arg in example_args
+    )
+
+
+def flat_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, ...]:
+    """A name for each tensor in `flatten(args)`: that of `fn`'s parameter, with `[i]` for the members of a tuple."""
+    names: list[str] = []
+    for name, arg in zip(inspect.signature(fn).parameters, args, strict=True):
+        names += [f"{name}[{index}]" for index in range(len(arg))] if isinstance(arg, tuple) else [name]
+    return tuple(names)
 
 
 def doubling_buckets(smallest: int, largest: int) -> tuple[int, ...]:

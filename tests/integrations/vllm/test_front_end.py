@@ -33,7 +33,7 @@ from vllm_neuron_cache.errors import (
     ItemTooLargeError,
     raise_request_errors,
 )
-from vllm_neuron_cache.integrations.vllm import front_end, withholding
+from vllm_neuron_cache.integrations.vllm import front_end, unsent_media
 from vllm_neuron_cache.integrations.vllm import serving as failures
 from vllm_neuron_cache.integrations.vllm.activation import MANAGER_CLS
 from vllm_neuron_cache.integrations.vllm.media_ids import IdKey, IdMemory, SeenMedia, media_size
@@ -152,7 +152,7 @@ def test_a_video_is_refused_by_what_it_needs_densely(engine, media):
 def test_an_item_whose_data_the_processor_cache_holds_back_is_refused_again(engine, media, monkeypatch):
     renderer = engine.llm.llm_engine.renderer
     # As if it had come in once: the next request is a hit, and has placeholders alone.
-    monkeypatch.setattr(withholding, "withhold", lambda *arguments: None)
+    monkeypatch.setattr(unsent_media, "take_out", lambda *arguments: None)
     with pytest.raises(ItemTooLargeError):
         tokens(engine, prompt_of(media, "hubble"))
     hits = renderer.mm_processor_cache.make_stats().hits

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from collecting import CollectGarbage
 from engines import PHOTOGRAPHS
 from faults import ENCODER_FAULTS, FaultInjector
 from PIL import Image
@@ -128,7 +129,7 @@ class Soak:
 
 
 def resident_bytes() -> int:
-    """Of the server and its engine, the only children of this process."""
+    """Of the server and its engine, the only children of this process. See `CollectGarbage` for what is not in it."""
     total = 0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -145,6 +146,7 @@ def test_nothing_unexpected_happens(checkpoint, tmp_path, request):
         arguments=[
             *("--max-num-batched-tokens", "512", "--block-size", "32"),
             *("--worker-extension-cls", f"{FaultInjector.__module__}.{FaultInjector.__qualname__}"),
+            *("--middleware", f"{CollectGarbage.__module__}.{CollectGarbage.__qualname__}"),
         ],
         environment={"PYTHONPATH": str(Path(__file__).parent)} | BOUNDED_LIBRARIES,
     ) as address:

@@ -1,14 +1,19 @@
 """Lanes: the ways in which a graph is lowered. Only modules in this folder import a compiler."""
 
 from vllm_neuron_cache.graphs.lanes.base import Lane
+from vllm_neuron_cache.graphs.lanes.check import CheckLane
 from vllm_neuron_cache.graphs.lanes.eager import EagerLane
 from vllm_neuron_cache.graphs.lanes.inductor import InductorLane
+from vllm_neuron_cache.graphs.lanes.xla import XlaLane
 
-__all__ = ["EagerLane", "InductorLane", "Lane", "make_lane"]
+__all__ = ["CheckLane", "EagerLane", "InductorLane", "Lane", "XlaLane", "make_lane"]
 
-_LANES: dict[str, type[Lane]] = {lane.name: lane for lane in (EagerLane, InductorLane)}
+_LANES: dict[str, type[Lane]] = {lane.name: lane for lane in (CheckLane, EagerLane, InductorLane, XlaLane)}
 
 
 def make_lane(name: str) -> Lane:
-    """A new lane by its configuration name. Raises `KeyError` for a name that `config.LANES` does not list."""
+    """A new lane by its configuration name.
+
+    Raises `KeyError` for a name that `config.LANES` does not list, `ConfigurationError` if its compiler is missing.
+    """
     return _LANES[name]()

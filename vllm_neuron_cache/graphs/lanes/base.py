@@ -2,10 +2,22 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from vllm_neuron_cache.errors import GraphRecompiledError
-from vllm_neuron_cache.graphs.spec import GraphSpec
+import torch
+
+from vllm_neuron_cache.errors import GraphRecompiledError, GraphRuleError
+from vllm_neuron_cache.graphs.check import alias_violations
+from vllm_neuron_cache.graphs.spec import GraphSpec, flatten
+
+
+class Lowered(NamedTuple):
+    """A graph in one bucket, as a lane made it."""
+
+    call: Callable[..., Any]
+    """Takes the arguments of `spec.fn`, and mutates those that the spec declares."""
+    aliases: tuple[str, ...]
+    """Flattened names of the arguments that it updates in place, as the lowered form itself says, in their order."""
 
 
 class Lane(abc.ABC):
@@ -24,16 +36,67 @@ class Lane(abc.ABC):
         """A callable of `spec.fn`'s arguments for one bucket, compiled here and now where the lane compiles.
 
         `example_args` have the shapes, dtypes and layouts of every later call; whether they are mutated is up to the
-        lane. Raises `GraphRecompiledError` after `seal`.
+        lane. Raises `GraphRecompiledError` after `seal`, and `GraphRuleError` if the lowered graph updates other
+        arguments than the spec declares.
         """
         if self._sealed:
             self.num_recompiles_refused += 1
             raise GraphRecompiledError(f"graph {spec.name}, bucket {bucket}, was to be compiled after warm-up")
-        return self._lower(spec, bucket, example_args)
+        lowered = self._lower(spec, bucket, example_args)
+        violations = alias_violations(lowered.aliases, spec.mutated_names(example_args))
+        if violations:
+            raise GraphRuleError(f"{spec.name}, bucket {bucket}, in lane {self.name}", violations)
+        return lowered.call
 
     @abc.abstractmethod
-    def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Callable[..., Any]: ...
+    def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered: ...
 
     def seal(self) -> None:
         """Ends warm-up: nothing is compiled from here on."""
         self._sealed = True
+
+
+class CompiledGraph:
+    """A compiled graph that refuses arguments other than those it was compiled for."""
+
+    def __init__(
+        self, lane: Lane, name: str, kernel: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
+    ) -> None:
+        """`kernel` takes the flattened arguments as a list, which it may empty. `tensors` are the example ones."""
+        self._lane = lane
+        self._name = name
+        self._kernel = kernel
+        self._signatures = [_signature(tensor) for tensor in tensors]
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = list(flatten(args))
+        if len(tensors) != len(self._signatures):
+            self._refuse(tensors)
+        for tensor, known in zip(tensors, self._signatures):
+            if tensor.shape != known.shape or tensor.stride() != known.stride or tensor.dtype is not known.dtype:
+                self._refuse(tensors)
+        return self._kernel(tensors)
+
+    def _refuse(self, tensors: list[torch.Tensor]) -> NoReturn:
+        self._lane.num_recompiles_refused += 1
+        differing = [
+            f"{tuple(given.shape)} {given.dtype} instead of {tuple(known.shape)} {known.dtype}"
+            for given, known in zip(map(_signature, tensors), self._signatures)
+            if given != known
+        ]
+        raise GraphRecompiledError(
+            f"graph {self._name}: compiled for {len(self._signatures)} tensors and called with {len(tensors)}"
+            f"{', of which some differ: ' + '; '.join(differing) if differing else ''}. Nothing compiles after warm-up."
+        )
+
+
+class _Signature(NamedTuple):
+    """What a compiled graph takes for granted about one tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _signature(tensor: torch.Tensor) -> _Signature:
+    return _Signature(tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,7 +1,7 @@
 """torch.compile's inductor, ahead of time: the default on CPU."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import config as inductor_config
@@ -10,9 +10,10 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError
-from vllm_neuron_cache.graphs.lanes.base import Lane
-from vllm_neuron_cache.graphs.spec import GraphSpec
+from vllm_neuron_cache.errors import ConfigurationError
+from vllm_neuron_cache.graphs.aliases import mutated_names
+from vllm_neuron_cache.graphs.lanes.base import CompiledGraph, Lane, Lowered
+from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten, unflatten
 
 SINGLE_THREAD_BYTES = 4 << 20
 """Up to here a graph runs on the calling thread: waking others takes longer than they save. On two cores the merge of
@@ -37,81 +38,49 @@ class InductorLane(Lane):
                 "set vllm_neuron_cache.lane to 'eager', which is slower."
             )
 
-    def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Callable[..., Any]:
-        structure = [len(arg) if isinstance(arg, tuple) else None for arg in example_args]
-
+    def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered:
         def flat_fn(*tensors: torch.Tensor) -> Any:
-            return spec.fn(*_unflatten(tensors, structure))
+            return spec.fn(*unflatten(tensors, example_args))
 
-        tensors = list(_flatten(example_args))
+        tensors = list(flatten(example_args))
         options = {"cpp.threads": 1} if spec.bytes_per_row * bucket <= SINGLE_THREAD_BYTES else {}
         with inductor_config.patch(options):
-            kernel = _compile(make_fx(flat_fn, tracing_mode="fake")(*tensors), tensors)
+            compiled = _compile(
+                make_fx(flat_fn, tracing_mode="fake")(*tensors), tensors, flat_names(spec.fn, example_args)
+            )
         self.num_compiled += 1
-        return _Artifact(self, f"{spec.name}, bucket {bucket}", kernel, tensors)
+        graph = CompiledGraph(self, f"{spec.name}, bucket {bucket}", compiled.kernel, tensors)
+        return Lowered(graph, compiled.aliases)
 
 
-def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Any]:
-    """Inductor's generated function, which takes the graph's inputs as a list that it empties.
+class _Compiled(NamedTuple):
+    kernel: Callable[[list[torch.Tensor]], Any]
+    """Inductor's generated function, which takes the graph's inputs as a list that it empties."""
+    aliases: tuple[str, ...]
+    """Names of the inputs that the graph which inductor got writes back to."""
+
+
+def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tuple[str, ...]) -> _Compiled:
+    """Compiles a graph of in-place operators, whose inputs have these names.
 
     compile_fx puts wrappers around it that serve gradients, views and caller-owned outputs; a graph of ours has none
     of these and takes its inputs in the traced order, so they are left out: called once in a step, with cold caches,
     they take several times longer than the small kernels.
     """
-    kernels: list[Callable[[list[torch.Tensor]], Any]] = []
+    kept: list[_Compiled] = []
 
-    def keep_kernel(*args: Any, **kwargs: Any) -> Any:
-        compiled = compile_fx_inner(*args, **kwargs)
-        kernels.append(compiled.current_callable)
+    def keep_kernel(lowered: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        aliases = mutated_names(lowered.graph, names)  # inductor changes the graph
+        compiled = compile_fx_inner(lowered, *args, **kwargs)
+        kept.append(_Compiled(compiled.current_callable, aliases))
         return compiled
 
     # That cache would return the wrapped result of an earlier process without compiling, and keep nothing.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         # compile_fx finishes its work in the first call.
         compile_fx(graph, tensors, inner_compile=keep_kernel)(*tensors)
-    (kernel,) = kernels
-    return kernel
-
-
-class _Signature(NamedTuple):
-    """What a compiled artifact takes for granted about one tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Artifact:
-    """A compiled graph that refuses arguments other than those it was compiled for."""
-
-    def __init__(
-        self, lane: InductorLane, name: str, kernel: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
-    ) -> None:
-        self._lane = lane
-        self._name = name
-        self._kernel = kernel
-        self._signatures = [_signature(tensor) for tensor in tensors]
-
-    def __call__(self, *args: Any) -> Any:
-        tensors = list(_flatten(args))
-        if len(tensors) != len(self._signatures):
-            self._refuse(tensors)
-        for tensor, known in zip(tensors, self._signatures):
-            if tensor.shape != known.shape or tensor.stride() != known.stride or tensor.dtype is not known.dtype:
-                self._refuse(tensors)
-        return self._kernel(tensors)
-
-    def _refuse(self, tensors: list[torch.Tensor]) -> NoReturn:
-        self._lane.num_recompiles_refused += 1
-        differing = [
-            f"{tuple(given.shape)} {given.dtype} instead of {tuple(known.shape)} {known.dtype}"
-            for given, known in zip(map(_signature, tensors), self._signatures)
-            if given != known
-        ]
-        raise GraphRecompiledError(
-            f"graph {self._name}: compiled for {len(self._signatures)} tensors and called with {len(tensors)}"
-            f"{', of which some differ: ' + '; '.join(differing) if differing else ''}. Nothing compiles after warm-up."
-        )
+    (compiled,) = kept
+    return compiled
 
 
 def compiler_available() -> bool:
@@ -121,27 +90,3 @@ def compiler_available() -> bool:
     except InvalidCxxCompiler:
         return False
     return True
-
-
-def _signature(tensor: torch.Tensor) -> _Signature:
-    return _Signature(tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _flatten(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from arg
-        else:
-            yield arg
-
-
-def _unflatten(tensors: tuple[torch.Tensor, ...], structure: list[int | None]) -> Iterator[Any]:
-    """Inverse of `_flatten`: `structure` has the length of each tuple, None for a tensor."""
-    position = 0
-    for length in structure:
-        if length is None:
-            yield tensors[position]
-            position += 1
-        else:
-            yield tuple(tensors[position : position + length])
-            position += length

@@ -15,12 +15,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.errors import ItemTooLargeError
-from vllm_neuron_cache.integrations.vllm import withholding
+from vllm_neuron_cache.integrations.vllm import unsent_media
 from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
 from vllm_neuron_cache.integrations.vllm.geometry import max_item_tokens, placeholder_layout, resolve_geometry
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 from vllm_neuron_cache.integrations.vllm.media_ids import Arrival, IdMemory, SaltedIds, mapping_hashes
-from vllm_neuron_cache.integrations.vllm.withholding import items_with_data
+from vllm_neuron_cache.integrations.vllm.unsent_media import items_with_data
 
 
 class ItemTooLargeRefusal(VLLMValidationError, ItemTooLargeError):
@@ -34,7 +34,7 @@ def install() -> None:
     wrap_once(BaseRenderer, "_process_tokens_async", _handing_on_the_salt)
     wrap_once(BaseRenderer, "_process_multimodal", _checking_items)
     wrap_once(InputProcessor, "process_inputs", _undoing_refusals)
-    withholding.install()
+    unsent_media.install()
 
 
 def refusals(renderer: BaseRenderer) -> CacheCounters:
@@ -112,7 +112,7 @@ def _checking_items(process_multimodal: Any) -> Any:
             arrival.undo()
             raise
         if not skip_mm_cache:  # such a request may only ask how many tokens it has; if it is queued, see below
-            withholding.withhold(self.mm_processor_cache, self._mm_executor, mm_input)
+            unsent_media.take_out(self.mm_processor_cache, self._mm_executor, mm_input)
             try:
                 refuse_too_large(mm_input["mm_placeholders"], self.config, refusals(self))
             except ItemTooLargeError:

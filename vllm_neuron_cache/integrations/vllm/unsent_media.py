@@ -18,10 +18,10 @@ from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient, InprocCli
 
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 
-_ATTRIBUTE = "_neuron_cache_withheld"
+_ATTRIBUTE = "_neuron_cache_unsent"
 
 
-class Withheld(NamedTuple):
+class UnsentItem(NamedTuple):
     """What vLLM's sender cache held for an item. It is kept on the item, and goes with it if that is never sent."""
 
     cache: MultiModalProcessorSenderCache
@@ -30,7 +30,7 @@ class Withheld(NamedTuple):
     mm_hash: str
     entry: Any
 
-    def give_back(self) -> None:
+    def put_back(self) -> None:
         """Mutates `cache`."""
         if not self.cache.is_cached_item(self.mm_hash):
             self.cache.cache_if_fits(self.cache._cache, self.mm_hash, self.entry)
@@ -39,13 +39,13 @@ class Withheld(NamedTuple):
 def install() -> None:
     """Wraps vLLM's clients of the engine. Calling it again changes nothing. Raises `AttributeError` if one changed."""
     for client in (InprocClient, SyncMPClient):
-        wrap_once(client, "add_request", _giving_back)
+        wrap_once(client, "add_request", _putting_back)
     for client in (AsyncMPClient, DPAsyncMPClient):
-        wrap_once(client, "add_request_async", _giving_back_async)
+        wrap_once(client, "add_request_async", _putting_back_async)
 
 
-def withhold(cache: BaseMultiModalProcessorCache | None, executor: Executor, mm_input: Mapping[str, Any]) -> None:
-    """Takes the items that a processed request has data for off the list of those that the engine knows. Mutates
+def take_out(cache: BaseMultiModalProcessorCache | None, executor: Executor, mm_input: Mapping[str, Any]) -> None:
+    """Takes the items that a processed request has data for out of the list of those that the engine knows. Mutates
     `cache` and the items.
 
     A cache that always hands on the data is left alone.
@@ -55,7 +55,7 @@ def withhold(cache: BaseMultiModalProcessorCache | None, executor: Executor, mm_
     for mm_hash, item in items_with_data(mm_input):
         entry = cache._cache.pop(mm_hash, None)
         if entry is not None:
-            setattr(item, _ATTRIBUTE, Withheld(cache, executor, mm_hash, entry))
+            setattr(item, _ATTRIBUTE, UnsentItem(cache, executor, mm_hash, entry))
 
 
 def items_with_data(mm_input: Mapping[str, Any]) -> Iterator[tuple[str, MultiModalKwargsItem]]:
@@ -66,28 +66,28 @@ def items_with_data(mm_input: Mapping[str, Any]) -> Iterator[tuple[str, MultiMod
                 yield mm_hash, item
 
 
-def _take(request: EngineCoreRequest) -> list[Withheld]:
-    """What was withheld for the items of a request. Mutates the items: they no longer have it."""
+def _unsent_items(request: EngineCoreRequest) -> list[UnsentItem]:
+    """What was taken out for the items of a request. Mutates the items: they no longer have it."""
     items = [feature.data for feature in request.mm_features or ()]
     return [vars(item).pop(_ATTRIBUTE) for item in items if _ATTRIBUTE in getattr(item, "__dict__", ())]
 
 
-def _giving_back(add_request: Callable[..., None]) -> Callable[..., None]:
+def _putting_back(add_request: Callable[..., None]) -> Callable[..., None]:
     def wrapper(self: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        withheld = _take(request)
+        unsent = _unsent_items(request)
         add_request(self, request, *args, **kwargs)
-        for item in withheld:
-            item.give_back()
+        for item in unsent:
+            item.put_back()
 
     return wrapper
 
 
-def _giving_back_async(add_request: Callable[..., Any]) -> Callable[..., Any]:
+def _putting_back_async(add_request: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(self: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        withheld = _take(request)
+        unsent = _unsent_items(request)
         await add_request(self, request, *args, **kwargs)
-        for item in withheld:
+        for item in unsent:
             with suppress(RuntimeError):  # the server shuts down
-                item.executor.submit(item.give_back)
+                item.executor.submit(item.put_back)
 
     return wrapper

@@ -1,0 +1,46 @@
+"""Which graphs a deployment needs, from a model's configuration files and the cache's."""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.graphs.catalog import encoder_cache_specs
+from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
+from vllm_neuron_cache.planner.model import ModelShape
+from vllm_neuron_cache.planner.tokens import largest_item_tokens, smallest_image_tokens
+
+
+class Deployment(NamedTuple):
+    """A cache as an engine would set it up, and its graphs."""
+
+    geometry: CacheGeometry
+    buffer: BufferShape
+    specs: tuple[GraphSpec, ...]
+
+
+def plan_deployment(
+    shape: ModelShape,
+    config: NeuronCacheConfig,
+    *,
+    max_num_batched_tokens: int,
+    max_model_len: int | None = None,
+    device: str = "cpu",
+) -> Deployment:
+    """What an engine of these options would compile.
+
+    `max_num_batched_tokens` and `max_model_len` are vLLM's, in tokens; without the latter it is the model's. On a
+    "neuron" `device` the default block is the encoder's. Raises `ConfigurationError` as `cache_geometry` does.
+    """
+    largest = largest_item_tokens(shape, max_model_len or shape.max_model_len)
+    geometry = cache_geometry(
+        config,
+        merge_factor=shape.merge_factor,
+        encoder_cache_size=max(max_num_batched_tokens, *largest.values()),
+        largest_item_tokens=largest.values(),
+        smallest_item_tokens=None if device == "neuron" else smallest_image_tokens(shape),
+    )
+    buffer = BufferShape(geometry.num_blocks, geometry.block_size, shape.fat_dim, getattr(torch, shape.dtype))
+    specs = encoder_cache_specs(buffer, num_levels=shape.num_deepstack_levels, max_step_tokens=max_num_batched_tokens)
+    return Deployment(geometry, buffer, specs)
