@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vllm_neuron_cache.config import LANES
+
 pytestmark = pytest.mark.vllm
 
 pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
@@ -89,6 +91,8 @@ def test_bench_hits(tmp_path):
     assert 0 < values["hook_us"] < values["hook_us_miss"]
     assert 0 < values["hit_over_miss"] < 1
     assert values["recompiles_after_warmup"] == 0
+    assert set(values["lanes"]) == set(LANES)
+    assert all(lane["equals_eager"] for lane in values["lanes"].values() if "missing" not in lane)
 
 
 def test_bench_pool(tmp_path):

@@ -24,6 +24,17 @@ RUN_BY = {
     "vllm-neuron-cache bench graphs --json graphs.json": "tests/test_cli.py::test_bench_graphs",
     "vllm-neuron-cache bench hits --json hits.json": "tests/test_cli.py::test_bench_hits",
     "vllm-neuron-cache bench pool --json pool.json": "tests/test_cli.py::test_bench_pool",
+    "./scripts/xla_env": "tests/test_scripts.py::test_the_whole_suite_runs_the_tests_of_lane_xla",
+    "./scripts/torch_xla_env": "tests/test_scripts.py::test_the_optional_environment_runs_its_tests",
+    "vllm-neuron-cache graphs list MODEL --additional-config additional.json": (
+        "tests/planner/test_graphs_cli.py::test_the_documented_commands"
+    ),
+    "vllm-neuron-cache graphs check MODEL --max-num-batched-tokens 4096 --json graphs.json": (
+        "tests/planner/test_graphs_cli.py::test_the_documented_commands"
+    ),
+    "vllm-neuron-cache graphs show MODEL --graph merge_rows --bucket 512": (
+        "tests/planner/test_graphs_cli.py::test_the_documented_commands"
+    ),
     "vllm-neuron-cache plan MODEL --sizes 512x512,1920x1080 --json plan.json --plot plan.png": (
         "tests/planner/test_planner_cli.py::test_the_documented_commands"
     ),

@@ -25,7 +25,7 @@ def reference(trace):
 def test_the_trace_has_what_a_worker_meets(trace):
     sizes = {num_tokens for step in trace for _, num_tokens in step.written}
     assert min(sizes) < GEOMETRY.block_size and max(sizes) > 7 * GEOMETRY.block_size
-    assert sum(len(step.step.evicted) for step in trace) > 100
+    assert sum(len(delta.freed) for step in trace for delta in step.step.deltas) > 100
     assert sum(len(step.windows) for step in trace) > 500
     assert any(not step.windows for step in trace)
     assert any(window.first_row for step in trace for window in step.windows)

@@ -59,10 +59,12 @@ def with_dummy_row(rows):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("lane_name", ["eager", "check", "inductor"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 48])
+@pytest.mark.parametrize(
+    ("lane_name", "num_ranks"),
+    [*((lane, ranks) for lane in ("eager", "check") for ranks in (1, 2, 3, 4, 48)), ("inductor", 4)],
+)
 @pytest.mark.parametrize("form", ["rows", "blocks"])
-def test_all_shares_together_are_the_unsharded_result(form, num_ranks, lane_name):
+def test_all_shares_together_are_the_unsharded_result(form, lane_name, num_ranks):
     if lane_name == "inductor" and not compiler_available():
         pytest.skip("inductor needs a C++ compiler, and there is none")
     local_len = TOKENS // num_ranks
