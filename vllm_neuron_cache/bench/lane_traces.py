@@ -1,6 +1,7 @@
 """One random run of a worker in every lane: nothing compiles after warm-up, and every lane has the same rows."""
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +82,17 @@ def random_trace(num_steps: int, seed: int = 0) -> list[TraceStep]:
 
 
 @torch.inference_mode()
-def run_trace(lane_name: str, trace: list[TraceStep], dtype: torch.dtype = torch.float32) -> LaneRun:
-    """Plays a trace in one lane. Raises `ConfigurationError` if the lane's compiler is missing."""
+def run_trace(
+    lane_name: str,
+    trace: list[TraceStep],
+    dtype: torch.dtype = torch.float32,
+    *,
+    warmed_up: Callable[[], None] = lambda: None,
+) -> LaneRun:
+    """Plays a trace in one lane; `warmed_up` is called before the first step.
+
+    Raises `ConfigurationError` if the lane's compiler is missing.
+    """
     lane = make_lane(lane_name)
     targets = MergeTargets(_target(dtype), tuple(_target(dtype) for _ in range(NUM_LEVELS)))
     runtime = EncoderCacheRuntime(
@@ -90,6 +100,7 @@ def run_trace(lane_name: str, trace: list[TraceStep], dtype: torch.dtype = torch
     )
     runtime.warm_up()
     compiled = lane.num_compiled
+    warmed_up()
     rows = []
     for number, step in enumerate(trace):
         runtime.apply(step.step)
