@@ -1,14 +1,15 @@
 """Lanes compile in warm-up and never after, and say so when they would have to."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from vllm_neuron_cache.config import LANES
-from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError
+from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError, GraphRuleError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
-from vllm_neuron_cache.graphs.lanes import EagerLane, InductorLane, make_lane
+from vllm_neuron_cache.graphs.lanes import CheckLane, EagerLane, InductorLane, make_lane
 from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 from vllm_neuron_cache.graphs.merge import merge_rows_fat_spec
 from vllm_neuron_cache.graphs.spec import BufferShape, bucket_for, doubling_buckets, split_by_buckets
@@ -83,6 +84,23 @@ def test_sealed_lane_lowers_nothing(lane_class):
     lane.seal()
     with pytest.raises(GraphRecompiledError, match="after warm-up"):
         lane.lower(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), 4, merge_args(4))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lane_class", [EagerLane, CheckLane, pytest.param(InductorLane, marks=needs_compiler)])
+@pytest.mark.parametrize(
+    ("mutates", "said"),
+    [
+        ((), "fat: is mutated, and not declared"),
+        (("fat", "buffer"), "buffer: is declared in mutates, and not mutated"),
+        (("buffer",), "fat: is mutated, and not declared.*buffer: is declared"),
+    ],
+)
+def test_a_wrong_alias_map_is_refused_in_every_lane(lane_class, mutates, said):
+    spec = replace(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), mutates=mutates)
+    with pytest.raises(GraphRuleError, match=said) as caught:
+        BucketedGraph(spec, lane_class()).warm_up(merge_args)
+    assert {violation.rule for violation in caught.value.violations} == {"alias_map"}
 
 
 def test_buckets():
