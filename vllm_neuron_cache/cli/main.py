@@ -11,6 +11,7 @@ from vllm_neuron_cache.cli.bench import bench_app
 from vllm_neuron_cache.cli.demo import demo
 from vllm_neuron_cache.cli.graphs import graphs_app
 from vllm_neuron_cache.cli.plan import plan
+from vllm_neuron_cache.cli.warmup import warmup
 from vllm_neuron_cache.errors import NeuronCacheError
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(warmup)
 app.add_typer(bench_app, name="bench")
 app.add_typer(graphs_app, name="graphs")
 

@@ -17,6 +17,9 @@ class Deployment(NamedTuple):
 
     geometry: CacheGeometry
     buffer: BufferShape
+    num_levels: int
+    """Deepstack levels beside the hidden state."""
+    max_step_tokens: int
     specs: tuple[GraphSpec, ...]
 
 
@@ -42,5 +45,6 @@ def plan_deployment(
         smallest_item_tokens=None if device == "neuron" else smallest_image_tokens(shape),
     )
     buffer = BufferShape(geometry.num_blocks, geometry.block_size, shape.fat_dim, getattr(torch, shape.dtype))
-    specs = encoder_cache_specs(buffer, num_levels=shape.num_deepstack_levels, max_step_tokens=max_num_batched_tokens)
-    return Deployment(geometry, buffer, specs)
+    levels = shape.num_deepstack_levels
+    specs = encoder_cache_specs(buffer, num_levels=levels, max_step_tokens=max_num_batched_tokens)
+    return Deployment(geometry, buffer, levels, max_num_batched_tokens, specs)

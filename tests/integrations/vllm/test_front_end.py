@@ -1,8 +1,10 @@
 """Before a request is queued: items that never fit, and ids that clients choose. And what clients hear of failures."""
 
 import asyncio
+import copy
 import json
 import os
+import pickle
 import types
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,7 +154,9 @@ def test_a_video_is_refused_by_what_it_needs_densely(engine, media):
 def test_an_item_whose_data_the_processor_cache_holds_back_is_refused_again(engine, media, monkeypatch):
     renderer = engine.llm.llm_engine.renderer
     # As if it had come in once: the next request is a hit, and has placeholders alone.
-    monkeypatch.setattr(unsent_media, "take_out", lambda *arguments: None)
+    monkeypatch.setattr(renderer.mm_processor_cache, "invalidate", lambda mm_hash: None)
+    monkeypatch.setattr(unsent_media, "keep_data_until_sent", lambda cache: None)
+    monkeypatch.delattr(renderer.mm_processor_cache, "get_and_update_item", raising=False)
     with pytest.raises(ItemTooLargeError):
         tokens(engine, prompt_of(media, "hubble"))
     hits = renderer.mm_processor_cache.make_stats().hits
@@ -185,30 +189,92 @@ def test_a_refused_prompt_takes_its_batch_with_it_and_nothing_more(engine, media
     assert tokens(engine, prompt_of(media, "china", "coffee")) == expected("china", "coffee")
 
 
-def test_media_of_a_request_that_vllm_refuses_count_as_not_sent(engine, media, expected):
+def test_media_of_a_request_that_vllm_refuses_are_sent_with_the_next(engine, media, expected):
     adapter = LoRARequest("adapter", 1, "/nowhere")
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS)
     with pytest.raises(VLLMValidationError, match="LoRA"):
         engine.llm.generate(prompt_of(media, "china", ids=["a"]), sampling, lora_request=adapter, use_tqdm=False)
-    assert tokens(engine, prompt_of(media, "china")) == expected("china")
-    assert tokens(engine, prompt_of(media, "coffee", ids=["a"])) == expected("coffee")
+    assert tokens(engine, prompt_of(media, "china", ids=["a"])) == expected("china")
+    with pytest.raises(ItemIdReusedError):  # another request may be on its way with the first
+        tokens(engine, prompt_of(media, "coffee", ids=["a"]))
 
 
-def test_media_count_as_known_to_the_engine_once_they_were_sent(engine, media, stock, expected):
-    def rendered(*names, engine=engine):
-        renderer = engine.llm.llm_engine.renderer
-        return renderer.render_cmpl([prompt_of(media, *names)], renderer.default_cmpl_tok_params)[0]
+class Rendering:
+    """Requests that are processed and not yet sent, as a server has them at any time."""
 
-    def data_of(mm_input):
-        return [item is not None for item in mm_input["mm_kwargs"]["image"]]
+    def __init__(self, engine):
+        self._engine = engine.llm.llm_engine
+        self._number = 0
 
-    never_sent, late = rendered("china"), rendered("china", "china")
-    assert data_of(never_sent) == [True]
-    assert data_of(late) == [True, False]  # the second has the data of the first
-    assert tokens(engine, prompt_of(media, "china")) == expected("china")
-    assert data_of(rendered("china")) == [False]
-    assert tokens(engine, late) == tokens(stock, rendered("china", "china", engine=stock))
-    assert data_of(rendered("china")) == [False]
+    def __call__(self, prompt):
+        renderer = self._engine.renderer
+        return renderer.render_cmpl([prompt], renderer.default_cmpl_tok_params)[0]
+
+    def send(self, mm_input):
+        self._number += 1
+        self._engine.add_request(f"late-{self._number}", mm_input, SamplingParams(temperature=0, max_tokens=TOKENS))
+        while self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+        return tuple(outputs[0].outputs[0].token_ids)
+
+
+def data_of(mm_input):
+    return [item is not None for item in mm_input["mm_kwargs"]["image"]]
+
+
+def test_media_are_sent_with_data_until_one_request_has_carried_them(engine, media, expected):
+    rendered = Rendering(engine)
+    processed = engine.llm.llm_engine.renderer.mm_processor_cache
+    waiting = [rendered(prompt_of(media, "china")) for _ in range(4)]  # the first of them is never sent
+    assert all(data_of(mm_input) == [True] for mm_input in waiting)
+    assert processed.make_stats().hits >= 3, "processed once for all of them"
+    twice = rendered(prompt_of(media, "china", "china"))
+    assert rendered.send(waiting[1]) == expected("china")
+    assert data_of(rendered(prompt_of(media, "china"))) == [False]
+    assert rendered.send(twice) == expected("china", "china")
+    assert rendered.send(waiting[2]) == expected("china")
+    assert data_of(rendered(prompt_of(media, "china"))) == [False]
+
+
+def test_rendered_media_can_be_copied_and_pickled(engine, media):
+    mm_kwargs = Rendering(engine)(prompt_of(media, "china"))["mm_kwargs"]
+    for copied in (copy.deepcopy(mm_kwargs), pickle.loads(pickle.dumps(mm_kwargs))):
+        assert [list(item) for item in copied["image"]] == [list(item) for item in mm_kwargs["image"]]
+
+
+def test_both_halves_of_the_processor_cache_drop_the_same_item(engine, media, monkeypatch):
+    """Requests are sent in the order in which they were processed, and the halves stay in step."""
+    rendered = Rendering(engine)
+    sender = engine.llm.llm_engine.renderer.mm_processor_cache
+    receiver = engine.llm.llm_engine.engine_core.engine_core.mm_receiver_cache
+    first = [rendered(prompt_of(media, name)) for name in ("china", "coffee")]
+    second = rendered(prompt_of(media, "china"))
+    for mm_input in (*first, second):
+        rendered.send(mm_input)
+    assert list(sender._cache.order) == list(receiver._cache.order)
+
+
+def test_media_injected_by_another_front_end_keep_their_data(engine, media, expected):
+    rendered = Rendering(engine)
+    mm_input = rendered(prompt_of(media, "china"))
+    engine.llm.llm_engine.reset_mm_cache()
+    processor = engine.llm.llm_engine.input_processor
+    never_sent, later = dict(mm_input["mm_kwargs"]), dict(mm_input["mm_kwargs"])
+    for mm_kwargs in (never_sent, later):
+        mm_kwargs["image"] = list(mm_kwargs["image"])
+        processor.inject_into_mm_cache(mm_input["mm_hashes"], mm_kwargs)
+    assert rendered.send(mm_input | {"mm_kwargs": later}) == expected("china")
+
+
+def test_a_request_that_fails_does_not_free_the_id_of_one_on_its_way(engine, media, expected):
+    rendered = Rendering(engine)
+    waiting = rendered(prompt_of(media, "china", ids=["x"]))
+    with pytest.raises(ItemTooLargeError):
+        tokens(engine, prompt_of(media, "china", "hubble", ids=["x", "y"]))
+    assert rendered.send(waiting) == expected("china")
+    with pytest.raises(ItemIdReusedError):
+        tokens(engine, prompt_of(media, "coffee", ids=["x"]))
+    assert tokens(engine, prompt_of(media, "coffee", ids=["y"])) == expected("coffee")
 
 
 def test_an_item_processed_elsewhere_is_refused_at_the_engine(engine):
@@ -363,10 +429,10 @@ def test_one_prompt_cannot_give_two_sizes_to_an_id(engine, media, expected):
     assert tokens(engine, prompt_of(media, "coffee", "coffee", ids=["a", "a"])) == expected("coffee", "coffee")
 
 
-def test_an_id_of_a_refused_request_may_come_again_with_other_media(engine, media, expected):
+def test_the_id_of_an_item_that_is_too_large_may_come_again_with_other_media(engine, media, expected):
     with pytest.raises(ItemTooLargeError):
         tokens(engine, prompt_of(media, "china", "hubble", ids=["a", "b"]))
-    assert tokens(engine, prompt_of(media, "coffee", "chelsea", ids=["a", "b"])) == expected("coffee", "chelsea")
+    assert tokens(engine, prompt_of(media, "china", "chelsea", ids=["a", "b"])) == expected("china", "chelsea")
 
 
 def test_an_id_that_cannot_be_processed_may_come_again(engine, media, expected):

@@ -28,6 +28,8 @@ class Lane(abc.ABC):
     def __init__(self) -> None:
         self.num_compiled = 0
         """Compilations so far."""
+        self.num_from_cache = 0
+        """Those of them that a cache on disk had the result of, where the compiler tells."""
         self.num_recompiles_refused = 0
         """Calls, after warm-up, that would have needed another compilation. Each of them raised."""
         self._sealed = False

@@ -4,11 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.aliases import mutated_names
@@ -49,6 +53,7 @@ class InductorLane(Lane):
                 make_fx(flat_fn, tracing_mode="fake")(*tensors), tensors, flat_names(spec.fn, example_args)
             )
         self.num_compiled += 1
+        self.num_from_cache += compiled.from_cache
         graph = CompiledGraph(self, f"{spec.name}, bucket {bucket}", compiled.kernel, tensors)
         return Lowered(graph, compiled.aliases)
 
@@ -58,6 +63,8 @@ class _Compiled(NamedTuple):
     """Inductor's generated function, which takes the graph's inputs as a list that it empties."""
     aliases: tuple[str, ...]
     """Names of the inputs that the graph which inductor got writes back to."""
+    from_cache: bool
+    """Whether inductor's cache on disk had the code."""
 
 
 def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tuple[str, ...]) -> _Compiled:
@@ -71,12 +78,16 @@ def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tu
 
     def keep_kernel(lowered: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         aliases = mutated_names(lowered.graph, names)  # inductor changes the graph
+        hits = counters["inductor"]["fxgraph_cache_hit"]
         compiled = compile_fx_inner(lowered, *args, **kwargs)
-        kept.append(_Compiled(compiled.current_callable, aliases))
+        from_cache = counters["inductor"]["fxgraph_cache_hit"] > hits
+        kept.append(_Compiled(compiled.current_callable, aliases, from_cache))
         return compiled
 
-    # That cache would return the wrapped result of an earlier process without compiling, and keep nothing.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    # AOTAutograd's cache would return the wrapped result of an earlier process without compiling, and keep nothing.
+    # Inductor's own takes no graph that was traced without symbols for shapes, although ours have none.
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch._functorch.config.patch(enable_autograd_cache=False), tracing(TracingContext(fake_mode)):
         # compile_fx finishes its work in the first call.
         compile_fx(graph, tensors, inner_compile=keep_kernel)(*tensors)
     (compiled,) = kept

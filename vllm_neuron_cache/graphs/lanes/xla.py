@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_neuron_cache.errors import ConfigurationError, GraphRuleError, GraphViolation
-from vllm_neuron_cache.graphs.aliases import AliasChain, alias_chains
+from vllm_neuron_cache.graphs.functional import mutated_positions, return_new_values
 from vllm_neuron_cache.graphs.lanes.base import CompiledGraph, Lane, Lowered
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten, unflatten
 from vllm_neuron_cache.graphs.tracing import trace_graph
@@ -141,9 +141,9 @@ class XlaLane(Lane):
         moved = [_bits(tensor) for tensor in tensors] if bits else tensors
         if bits:
             graph = trace_graph(spec.name, spec.fn, unflatten(moved, example_args))
-        mutated = _mutated_positions(graph.graph)
+        mutated = mutated_positions(graph.graph)
         donated = self._donated(graph.graph)
-        _return_new_values(graph)
+        return_new_values(graph)
 
         lowered = self._to_stablehlo(graph, moved, donated)
         text = lowered.as_text()
@@ -173,7 +173,7 @@ class XlaLane(Lane):
 
     def _donated(self, graph: torch.fx.Graph) -> tuple[int, ...]:
         """Positions of the arguments whose memory the outputs may take; a test that lies about it shows the proof."""
-        return _mutated_positions(graph)
+        return mutated_positions(graph)
 
     def _to_stablehlo(self, graph: torch.fx.GraphModule, tensors: list[torch.Tensor], donated: tuple[int, ...]) -> Any:
         def fn(*arrays: Any) -> Any:
@@ -342,25 +342,6 @@ def _only_moves(graph: torch.fx.Graph) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """bfloat16, which numpy does not know, as int16."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-
-
-def _mutated_positions(graph: torch.fx.Graph) -> tuple[int, ...]:
-    targets = {chain.target for chain in alias_chains(graph)}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return tuple(at for at, node in enumerate(placeholders) if node in targets)
-
-
-def _return_new_values(graph: torch.fx.GraphModule) -> None:
-    """Takes the final `copy_` nodes out: what they would write is returned first, in the order of the arguments."""
-    chains: dict[torch.fx.Node, AliasChain] = {chain.target: chain for chain in alias_chains(graph.graph)}
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    new_values = [chains[node].write_back.args[1] for node in graph.graph.nodes if node in chains]
-    for chain in chains.values():
-        chain.write_back.replace_all_uses_with(chain.write_back.args[1])
-        graph.graph.erase_node(chain.write_back)
-    returned = output.args[0] if isinstance(output.args[0], tuple | list) else (output.args[0],)
-    output.args = ((*new_values, *returned),)
-    graph.recompile()
 
 
 def _aliasing_outputs(stablehlo: str) -> dict[int, int]:

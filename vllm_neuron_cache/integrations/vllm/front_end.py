@@ -14,17 +14,22 @@ from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
 from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
+from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.errors import ItemTooLargeError
 from vllm_neuron_cache.integrations.vllm import unsent_media
 from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
 from vllm_neuron_cache.integrations.vllm.geometry import max_item_tokens, placeholder_layout, resolve_geometry
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 from vllm_neuron_cache.integrations.vllm.media_ids import Arrival, IdMemory, SaltedIds, mapping_hashes
-from vllm_neuron_cache.integrations.vllm.unsent_media import items_with_data
 
 
 class ItemTooLargeRefusal(VLLMValidationError, ItemTooLargeError):
     """`ItemTooLargeError` as vLLM's servers know it: HTTP 400."""
+
+    def __init__(self, message: str, *, places: list[tuple[str, int]]) -> None:
+        """`places` are modality and index of each item that is too large."""
+        super().__init__(message)
+        self.places = places
 
 
 def install() -> None:
@@ -33,7 +38,8 @@ def install() -> None:
     wrap_once(BaseRenderer, "_process_tokens", _handing_on_the_salt)
     wrap_once(BaseRenderer, "_process_tokens_async", _handing_on_the_salt)
     wrap_once(BaseRenderer, "_process_multimodal", _checking_items)
-    wrap_once(InputProcessor, "process_inputs", _undoing_refusals)
+    wrap_once(InputProcessor, "process_inputs", _refusing_too_large)
+    wrap_once(InputProcessor, "inject_into_mm_cache", _keeping_injected_data)
     unsent_media.install()
 
 
@@ -48,34 +54,43 @@ def refuse_too_large(
     vllm_config: VllmConfig,
     counters: CacheCounters | None = None,
 ) -> None:
-    """Raises `ItemTooLargeRefusal` if an item of a request can never be encoded, or never fit into the empty pool. It
-    is counted in `counters`.
+    """Raises `ItemTooLargeRefusal` if an item of a request can never be encoded, or never fit into the empty pool. Its
+    `places` are those of all such items; they are counted in `counters`.
 
     Placeholders suffice: the items' data is not there when the processor cache knows it.
     """
     geometry = resolve_geometry(vllm_config)
     max_tokens = max_item_tokens(vllm_config)
+    places, first = [], ""
     for modality, positions in placeholders.items():
         for index, position in enumerate(positions):
             num_tokens = position.get_num_embeds()
             num_blocks = placeholder_layout(modality, position, geometry).num_blocks
             if num_blocks <= geometry.num_item_blocks and num_tokens <= max_tokens:
                 continue
-            if num_blocks > geometry.num_item_blocks:
-                limit = f"the cache has {geometry.num_item_blocks} blocks for items"
-                remedy = "encoder_cache_num_blocks (or encoder_cache_num_blocks_exact, where that is set)"
-            else:
-                limit = (
-                    f"the cache has {geometry.num_item_blocks}, but the scheduler encodes items of at most "
-                    f"{max_tokens} rows"
-                )
-                remedy = "max_num_batched_tokens"
+            places.append((modality, index))
+            first = first or _too_large(modality, index, num_tokens, num_blocks, geometry, max_tokens)
             if counters is not None:
                 counters.of(modality).refusals += 1
-            raise ItemTooLargeRefusal(
-                f"{modality} {index} of the prompt has {num_tokens} token rows and needs {num_blocks} blocks of "
-                f"{geometry.block_size} rows; {limit}. Send smaller media, or raise {remedy}."
-            )
+    if places:
+        raise ItemTooLargeRefusal(first, places=places)
+
+
+def _too_large(
+    modality: str, index: int, num_tokens: int, num_blocks: int, geometry: CacheGeometry, max_tokens: int
+) -> str:
+    if num_blocks > geometry.num_item_blocks:
+        limit = f"the cache has {geometry.num_item_blocks} blocks for items"
+        remedy = "encoder_cache_num_blocks (or encoder_cache_num_blocks_exact, where that is set)"
+    else:
+        limit = (
+            f"the cache has {geometry.num_item_blocks}, but the scheduler encodes items of at most {max_tokens} rows"
+        )
+        remedy = "max_num_batched_tokens"
+    return (
+        f"{modality} {index} of the prompt has {num_tokens} token rows and needs {num_blocks} blocks of "
+        f"{geometry.block_size} rows; {limit}. Send smaller media, or raise {remedy}."
+    )
 
 
 # Wrappers ------------------------------------------------------------------------------------------------------
@@ -102,6 +117,7 @@ def _checking_items(process_multimodal: Any) -> Any:
     ) -> Any:
         if not uses_block_cache(self.config):
             return process_multimodal(self, prompt, mm_data, mm_uuids, *args, skip_mm_cache=skip_mm_cache, **kwargs)
+        unsent_media.keep_data_until_sent(self.mm_processor_cache)
         arrival = Arrival(mm_uuids, _id_memory(self), self.mm_processor_cache, aside=skip_mm_cache)
         try:
             with arrival.active():
@@ -111,32 +127,39 @@ def _checking_items(process_multimodal: Any) -> Any:
         except Exception:
             arrival.undo()
             raise
+        arrival.remember()
         if not skip_mm_cache:  # such a request may only ask how many tokens it has; if it is queued, see below
-            unsent_media.take_out(self.mm_processor_cache, self._mm_executor, mm_input)
             try:
                 refuse_too_large(mm_input["mm_placeholders"], self.config, refusals(self))
-            except ItemTooLargeError:
-                _forget_media(self, mm_input)
+            except ItemTooLargeRefusal as refusal:
+                _forget_too_large(self, mm_input, refusal.places)
                 raise
-        arrival.remember()
         return mm_input
 
     return wrapper
 
 
-def _undoing_refusals(process_inputs: Any) -> Any:
+def _refusing_too_large(process_inputs: Any) -> Any:
     """Over `InputProcessor.process_inputs`, the last thing before the engine: also for media processed elsewhere."""
 
     def wrapper(self: InputProcessor, request_id: str, prompt: Any, *args: Any, **kwargs: Any) -> Any:
         processed = isinstance(prompt, dict) and prompt.get("type") == "multimodal"
-        if not processed or not uses_block_cache(self.vllm_config):
-            return process_inputs(self, request_id, prompt, *args, **kwargs)
-        try:
-            refuse_too_large(prompt["mm_placeholders"], self.vllm_config, refusals(self.renderer))
-            return process_inputs(self, request_id, prompt, *args, **kwargs)
-        except Exception:
-            _forget_media(self.renderer, prompt)
-            raise
+        if processed and uses_block_cache(self.vllm_config):
+            try:
+                refuse_too_large(prompt["mm_placeholders"], self.vllm_config, refusals(self.renderer))
+            except ItemTooLargeRefusal as refusal:
+                _forget_too_large(self.renderer, prompt, refusal.places)
+                raise
+        return process_inputs(self, request_id, prompt, *args, **kwargs)
+
+    return wrapper
+
+
+def _keeping_injected_data(inject_into_mm_cache: Any) -> Any:
+    def wrapper(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        if uses_block_cache(self.vllm_config):
+            unsent_media.keep_data_until_sent(self.renderer.mm_processor_cache)
+        return inject_into_mm_cache(self, *args, **kwargs)
 
     return wrapper
 
@@ -146,13 +169,14 @@ def _id_memory(renderer: BaseRenderer) -> IdMemory:
     return renderer.__dict__.setdefault("_neuron_cache_ids", IdMemory())
 
 
-def _forget_media(renderer: BaseRenderer, mm_input: Mapping[str, Any]) -> None:
-    """Undoes, for a request that is refused after its media were processed, that their ids stand for them.
+def _forget_too_large(renderer: BaseRenderer, mm_input: Mapping[str, Any], places: list[tuple[str, int]]) -> None:
+    """Takes items that can never be served out of the processor cache, and lets their ids come with smaller media.
 
-    Only for items with data that the engine does not know from another request.
+    Those beside them in the request stay, with their data and under their ids: another request may be on its way with
+    them.
     """
-    cache = renderer.mm_processor_cache
-    mm_hashes = {mm_hash for mm_hash, _ in items_with_data(mm_input)}
-    _id_memory(renderer).forget(
-        {mm_hash for mm_hash in mm_hashes if cache is None or not cache.is_cached_item(mm_hash)}
-    )
+    mm_hashes = {mm_input["mm_hashes"][modality][index] for modality, index in places}
+    if renderer.mm_processor_cache is not None:
+        for mm_hash in mm_hashes:
+            renderer.mm_processor_cache.invalidate(mm_hash)
+    _id_memory(renderer).forget(mm_hashes)

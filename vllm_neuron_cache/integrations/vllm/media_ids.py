@@ -121,7 +121,7 @@ class Arrival:
         return mapped
 
     def remember(self) -> None:
-        """To be called when the request is accepted: its media are now what its ids stand for."""
+        """To be called when the media are processed: they are now what the ids stand for."""
         self._memory.add(self._seen)
 
     def undo(self) -> None:

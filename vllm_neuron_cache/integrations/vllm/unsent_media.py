@@ -1,93 +1,79 @@
-"""Media count as known to the engine once a request has carried them there, and not before.
+"""Media that are processed and not yet with the engine keep their data.
 
-vLLM's sender cache lists an item as soon as it is processed, and the next request with that item is sent without its
-data. If the first one is refused, or its client leaves before it was sent, the engine has nothing to put in its place,
-and the innocent request fails. So what a request brings is taken off the list until it is sent; a request that comes in
-between is processed by itself and sent with data, which the engine's half of the cache allows for.
+vLLM's sender cache lists an item as soon as it is processed, keeps its size alone, and sends the next request with that
+item without data. If the first one is refused, or its client leaves before it was sent, the engine has nothing to put
+in the data's place, and the innocent request fails. So an entry keeps the data until a request has carried it to the
+engine, and hands it to whoever comes until then. Sizes and order of the cache stay vLLM's own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.multimodal.cache import BaseMultiModalProcessorCache, MultiModalProcessorSenderCache
-from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient, InprocClient, SyncMPClient
 
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 
-_ATTRIBUTE = "_neuron_cache_unsent"
-
-
-class UnsentItem(NamedTuple):
-    """What vLLM's sender cache held for an item. It is kept on the item, and goes with it if that is never sent."""
-
-    cache: MultiModalProcessorSenderCache
-    executor: Executor
-    """Its one thread is the only one that uses `cache` in a server."""
-    mm_hash: str
-    entry: Any
-
-    def put_back(self) -> None:
-        """Mutates `cache`."""
-        if not self.cache.is_cached_item(self.mm_hash):
-            self.cache.cache_if_fits(self.cache._cache, self.mm_hash, self.entry)
+_unsent: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Entries of sender caches that keep data, by the id of that data, which no other object has while it is kept."""
 
 
 def install() -> None:
     """Wraps vLLM's clients of the engine. Calling it again changes nothing. Raises `AttributeError` if one changed."""
     for client in (InprocClient, SyncMPClient):
-        wrap_once(client, "add_request", _putting_back)
+        wrap_once(client, "add_request", _noting_sent)
     for client in (AsyncMPClient, DPAsyncMPClient):
-        wrap_once(client, "add_request_async", _putting_back_async)
+        wrap_once(client, "add_request_async", _noting_sent_async)
 
 
-def take_out(cache: BaseMultiModalProcessorCache | None, executor: Executor, mm_input: Mapping[str, Any]) -> None:
-    """Takes the items that a processed request has data for out of the list of those that the engine knows. Mutates
-    `cache` and the items.
-
-    A cache that always hands on the data is left alone.
-    """
-    if not isinstance(cache, MultiModalProcessorSenderCache):
-        return
-    for mm_hash, item in items_with_data(mm_input):
-        entry = cache._cache.pop(mm_hash, None)
-        if entry is not None:
-            setattr(item, _ATTRIBUTE, UnsentItem(cache, executor, mm_hash, entry))
+def keep_data_until_sent(cache: BaseMultiModalProcessorCache | None) -> None:
+    """Makes the entries of a sender cache keep their data until it was sent. Mutates `cache`; doing it again changes
+    nothing, and a cache that always hands on the data is left alone."""
+    if isinstance(cache, MultiModalProcessorSenderCache) and "get_and_update_item" not in vars(cache):
+        cache.get_and_update_item = _keeping_data(cache, cache.get_and_update_item)
 
 
-def items_with_data(mm_input: Mapping[str, Any]) -> Iterator[tuple[str, MultiModalKwargsItem]]:
-    """The hash and the data of each item that the processor cache did not hold back."""
-    for modality, mm_hashes in mm_input["mm_hashes"].items():
-        for mm_hash, item in zip(mm_hashes, mm_input["mm_kwargs"][modality], strict=True):
-            if item is not None:
-                yield mm_hash, item
-
-
-def _unsent_items(request: EngineCoreRequest) -> list[UnsentItem]:
-    """What was taken out for the items of a request. Mutates the items: they no longer have it."""
-    items = [feature.data for feature in request.mm_features or ()]
-    return [vars(item).pop(_ATTRIBUTE) for item in items if _ATTRIBUTE in getattr(item, "__dict__", ())]
-
-
-def _putting_back(add_request: Callable[..., None]) -> Callable[..., None]:
-    def wrapper(self: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        unsent = _unsent_items(request)
-        add_request(self, request, *args, **kwargs)
-        for item in unsent:
-            item.put_back()
+def _keeping_data(cache: MultiModalProcessorSenderCache, get_and_update_item: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(mm_item: Any, mm_hash: str) -> Any:
+        data, prompt_updates = get_and_update_item(mm_item, mm_hash)
+        entry = cache._cache.cache.get(mm_hash)  # not `_cache.get`, which counts a hit
+        if data is None:
+            return getattr(entry, "unsent_data", None), prompt_updates
+        if entry is not None:  # and not too large to be kept
+            entry.unsent_data = data
+            _unsent[id(data)] = entry
+        return data, prompt_updates
 
     return wrapper
 
 
-def _putting_back_async(add_request: Callable[..., Any]) -> Callable[..., Any]:
+def _carried(request: EngineCoreRequest) -> list[Any]:
+    """Entries whose data the request has."""
+    entries = [_unsent.get(id(feature.data)) for feature in request.mm_features or ()]
+    return [entry for entry in entries if entry is not None]
+
+
+def _note_sent(entries: list[Any]) -> None:
+    for entry in entries:
+        _unsent.pop(id(entry.unsent_data), None)
+        entry.unsent_data = None
+
+
+def _noting_sent(add_request: Callable[..., None]) -> Callable[..., None]:
+    def wrapper(self: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        carried = _carried(request)  # an engine in this process puts its own data into the request
+        add_request(self, request, *args, **kwargs)
+        _note_sent(carried)
+
+    return wrapper
+
+
+def _noting_sent_async(add_request: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(self: Any, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        unsent = _unsent_items(request)
+        carried = _carried(request)
         await add_request(self, request, *args, **kwargs)
-        for item in unsent:
-            with suppress(RuntimeError):  # the server shuts down
-                item.executor.submit(item.put_back)
+        _note_sent(carried)
 
     return wrapper

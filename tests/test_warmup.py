@@ -1,0 +1,168 @@
+"""Warm-up before serving: the manifest, the engine files, and a second start that compiles nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from vllm_neuron_cache.cli.engine_file import read_engine_file
+from vllm_neuron_cache.cli.main import app
+from vllm_neuron_cache.config import NeuronCacheConfig
+from vllm_neuron_cache.errors import ConfigurationError
+from vllm_neuron_cache.graphs.catalog import STAMP_BUCKETS, WRITE_BUCKETS
+from vllm_neuron_cache.graphs.deployment import plan_deployment
+from vllm_neuron_cache.graphs.lanes import make_lane
+from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
+from vllm_neuron_cache.planner.model import load_model_shape
+from vllm_neuron_cache.warmup import manifest, warm_up
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def small_deployment(checkpoint, **cache):
+    config = NeuronCacheConfig.from_additional_config({"vllm_neuron_cache": {"encoder_cache_block_size": 64, **cache}})
+    return plan_deployment(load_model_shape(checkpoint), config, max_num_batched_tokens=128)
+
+
+@pytest.fixture
+def engine_file(checkpoint, tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text(
+        f"model: {checkpoint}\nmax-num-batched-tokens: 128\nport: 8000\n"
+        "additional-config:\n  vllm_neuron_cache: {encoder_cache_num_blocks_exact: 9, encoder_cache_block_size: 64}\n"
+    )
+    return path
+
+
+def warmed(tmp_path, *arguments, **environment):
+    """What a process of its own writes, started by the script."""
+    out = tmp_path / "manifest.json"
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/warmup.py", *map(str, arguments), "--json", out],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(out.read_text())
+
+
+# The manifest ----------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_has_every_bucket_of_every_graph_once(checkpoint):
+    entries = manifest(small_deployment(checkpoint))
+    assert len({entry.sha256 for entry in entries}) == len(entries)
+    named = [(entry.graph, entry.bucket) for entry in entries]
+    assert named == [
+        *(("encoder_write", bucket) for bucket in WRITE_BUCKETS),
+        *(("encoder_stamp", bucket) for bucket in STAMP_BUCKETS),
+        *(("merge_rows", bucket) for bucket in (64, 128)),
+    ]
+
+
+def test_a_hash_is_that_of_the_compilation(checkpoint):
+    first, second = manifest(small_deployment(checkpoint)), manifest(small_deployment(checkpoint))
+    assert first == second
+    larger = manifest(small_deployment(checkpoint, encoder_cache_num_blocks_exact=77))
+    assert not {entry.sha256 for entry in first} & {entry.sha256 for entry in larger}
+
+
+@torch.inference_mode()
+def test_every_entry_is_lowered_and_no_output_is_read(checkpoint, monkeypatch):
+    deployment = small_deployment(checkpoint)
+    lane = make_lane("eager")
+    lowered = []
+    lower = lane.lower
+
+    def recording(spec, bucket, args):
+        call = lower(spec, bucket, args)
+        lowered.append((spec.name, bucket))
+
+        def unread(*arguments):
+            assert call(*arguments) is None
+
+        return unread
+
+    monkeypatch.setattr(lane, "lower", recording)
+    result = warm_up(deployment, lane, torch.device("cpu"))
+    assert sorted(lowered) == sorted((entry.graph, entry.bucket) for entry in manifest(deployment))
+    assert result == (len(lowered), 0)
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not compiler_available(), reason="inductor needs a C++ compiler, and there is none")
+def test_a_second_start_compiles_nothing(engine_file, tmp_path):
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    first = warmed(tmp_path, "--config", engine_file, **cache)
+    second = warmed(tmp_path, "--config", engine_file, **cache)
+    assert first["graphs_lowered"] == len(first["graphs"]) == second["graphs_from_cache"]
+    assert first["graphs_from_cache"] == 0
+    assert first["graphs"] == second["graphs"]
+
+
+def test_a_dry_run_names_the_same_graphs_and_compiles_nothing(engine_file, tmp_path):
+    cache = tmp_path / "cache"
+    planned = warmed(tmp_path, "--config", engine_file, "--dry-run", TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert not cache.exists() and "graphs_lowered" not in planned
+    done = warmed(tmp_path, "--config", engine_file, "--lane", "eager")
+    assert done["graphs"] == planned["graphs"] and done["graphs_lowered"] == len(planned["graphs"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- a list", "no engine arguments"),
+        ("model: [", "is not YAML"),
+        ("model: x", "no vllm_neuron_cache key"),
+        ("additional-config: {vllm_neuron_cache: {}}", "model is None"),
+        ("model: x\nmax-num-batched-tokens: many\nadditional-config: {vllm_neuron_cache: {}}", "is 'many'; give int"),
+        ("model: x\nadditional-config: {vllm_neuron_cache: {lanes: eager}}", "Did you mean 'lane'"),
+        ("model: nowhere\nadditional-config: {vllm_neuron_cache: {}}", "cannot read nowhere"),
+    ],
+)
+def test_a_file_that_says_too_little_is_an_error_with_the_remedy(tmp_path, text, words):
+    path = tmp_path / "engine.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["warmup", "--config", str(path)])
+    assert isinstance(result.exception, ConfigurationError | Exception) and words in str(result.exception)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_engine_file(tmp_path / "none.yaml")
+
+
+# The files in configs/ -------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_for_each_platform_and_family():
+    names = {str(path.relative_to(ROOT / "configs")) for path in CONFIGS}
+    families = ("qwen3-vl-32b", "qwen3-vl-30b-a3b", "qwen2.5-vl-7b")
+    assert names >= {f"{chip}/{family}.yaml" for chip in ("trn2", "trn3") for family in families}
+    assert any(name.startswith("cpu/") for name in names)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_file_is_valid_and_known_to_vllm(path):
+    engine = read_engine_file(path)
+    assert engine.config.lane == ("inductor" if path.parent.name == "cpu" else "neuron")
+    assert engine.model.lower().removeprefix("qwen/").removesuffix("-instruct") == path.stem
+    pytest.importorskip("vllm", reason="vLLM is not installed (extra 'cpu')")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = parser.parse_args(["--config", str(path)])
+    assert arguments.additional_config == yaml.safe_load(path.read_text())["additional-config"]
+    assert arguments.max_num_batched_tokens == engine.max_num_batched_tokens
