@@ -142,7 +142,7 @@ def test_a_floor_and_a_fixed_number_of_blocks_together_are_refused_with_both_val
     assert "31" in message and "47" in message
 
 
-@pytest.mark.parametrize("lane", ["neuron", "", None, ["eager"]])
+@pytest.mark.parametrize("lane", ["neuronx", "", None, ["eager"]])
 def test_an_unknown_lane_is_refused_with_the_lanes_there_are(lane):
     message = refusal(vllm_neuron_cache={"lane": lane})
     assert repr(lane) in message and "inductor" in message and "eager" in message

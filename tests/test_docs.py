@@ -35,6 +35,10 @@ RUN_BY = {
     "vllm-neuron-cache graphs show MODEL --graph merge_rows --bucket 512": (
         "tests/planner/test_graphs_cli.py::test_the_documented_commands"
     ),
+    "vllm-neuron-cache warmup --config engine.yaml --dry-run": "tests/test_warmup.py::test_the_documented_commands",
+    "vllm-neuron-cache warmup --config engine.yaml --json manifest.json": (
+        "tests/test_warmup.py::test_the_documented_commands"
+    ),
     "vllm-neuron-cache plan MODEL --sizes 512x512,1920x1080 --json plan.json --plot plan.png": (
         "tests/planner/test_planner_cli.py::test_the_documented_commands"
     ),

@@ -114,9 +114,26 @@ def test_a_second_start_compiles_nothing(engine_file, tmp_path):
 def test_a_dry_run_names_the_same_graphs_and_compiles_nothing(engine_file, tmp_path):
     cache = tmp_path / "cache"
     planned = warmed(tmp_path, "--config", engine_file, "--dry-run", TORCHINDUCTOR_CACHE_DIR=str(cache))
-    assert not cache.exists() and "graphs_lowered" not in planned
+    assert not (cache / "fxgraph").exists() and "graphs_lowered" not in planned
     done = warmed(tmp_path, "--config", engine_file, "--lane", "eager")
     assert done["graphs"] == planned["graphs"] and done["graphs_lowered"] == len(planned["graphs"])
+
+
+def test_the_documented_commands(engine_file, tmp_path):
+    document = (ROOT / "docs/graphs.md").read_text()
+    lines = [line for line in document.splitlines() if line.startswith("vllm-neuron-cache warmup")]
+    assert len(lines) == 2
+    for line in lines:
+        command, *arguments = line.split()
+        run = subprocess.run(
+            [Path(sys.executable).parent / command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+        )
+        assert run.returncode == 0 and "merge_rows" in run.stdout, run.stdout + run.stderr
+    assert json.loads((tmp_path / "manifest.json").read_text())["lane"] == "inductor"
 
 
 @pytest.mark.parametrize(

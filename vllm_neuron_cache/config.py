@@ -17,7 +17,8 @@ OWN_NAMESPACE = "vllm_neuron_cache"
 ENCODER_NAMESPACE = "encoder_neuron_config"
 ENCODER_NAMESPACE_OLD = "vision_neuron_config"
 
-LANES = ("inductor", "eager", "check", "xla")
+HARDWARE_LANES = ("neuron", "neuronx_trace", "nxd_builder")
+LANES = ("inductor", "eager", "check", "xla", *HARDWARE_LANES)
 EVICTION_POLICIES = ("lru", "gdsf")
 
 
@@ -65,7 +66,8 @@ class NeuronCacheConfig:
 
     lane: str = "inductor"
     """How graphs are lowered: "inductor" compiles them, "eager" runs the reference. "check" holds them to the rules and
-    runs what the rules saw, "xla" proves that XLA updates in place: both are slow."""
+    runs what the rules saw, "xla" proves that XLA updates in place: both are slow. The others are for Trainium, and
+    were not run on one yet: "neuron" is torch.compile, "neuronx_trace" and "nxd_builder" are the older stack."""
 
     def __post_init__(self) -> None:
         _require_int(OWN_NAMESPACE, "encoder_cache_block_size", self.encoder_cache_block_size, 1, optional=True)

@@ -657,6 +657,21 @@ def argument_transposed(other, square, ids, rows):
     square.t_()
 
 
+@breaks("unordered_scatter", ".*accumulates", "int64_index")
+def a_number_added_to_elements(buffer, long_grid):
+    buffer.scatter_(0, long_grid, 1.0, reduce="add")
+
+
+@breaks("index_out_of_range", ".*cannot follow")
+def bags_of_rows(square, unlimited):
+    return torch.nn.functional.embedding_bag(unlimited.view(1, 2), square)
+
+
+@breaks("unordered_scatter", ".*accumulates")
+def elements_put_and_added(tags, ids):
+    tags.put_(ids, torch.zeros_like(ids), accumulate=True)
+
+
 @keeps_the_rules
 def rows_written(buffer, ids, rows):
     buffer.index_put_((ids,), rows)
@@ -665,6 +680,16 @@ def rows_written(buffer, ids, rows):
 @keeps_the_rules
 def rows_written_between_brackets(buffer, ids, rows):
     buffer[ids] = rows
+
+
+@keeps_the_rules
+def rows_written_beside_zeros_of_the_same_kind(buffer, ids):
+    buffer.index_put_((ids,), buffer.new_zeros(2, 8) + torch.zeros_like(buffer)[:2] * 0)
+
+
+@keeps_the_rules
+def rows_written_at_halves_and_remainders(square, ids, rows):
+    square.index_put_((ids // 2 + ids % 4,), rows)
 
 
 @keeps_the_rules

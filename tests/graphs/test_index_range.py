@@ -148,8 +148,8 @@ def test_ranges_are_exact_where_the_values_are_independent(fn, low, high):
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: x // 2,
-        lambda x: x % 4,
+        lambda x: x // x,
+        lambda x: x % x,
         lambda x: x.neg(),
         lambda x: x.cumsum(0),
         lambda x: torch.empty_like(x),

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from vllm_neuron_cache.config import LANES
+from vllm_neuron_cache.config import HARDWARE_LANES, LANES
 from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError, GraphRuleError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.lanes import CheckLane, EagerLane, InductorLane, make_lane
@@ -28,6 +28,7 @@ def merge_args(rows: int, tokens: int = 16, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("name", LANES)
 def test_every_configured_lane_exists(name):
     missing = {"inductor": not compiler_available(), "xla": find_spec("jax") is None}
+    missing |= {lane: find_spec("torch_neuronx") is None for lane in HARDWARE_LANES}
     if missing.get(name):
         with pytest.raises(ConfigurationError, match=f"lane '{name}'"):
             make_lane(name)
@@ -111,6 +112,33 @@ def test_buckets():
     assert bucket_for(65, (64, 128)) == 128
     with pytest.raises(ValueError, match="129"):
         bucket_for(129, (64, 128))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lane_class", [EagerLane, CheckLane, pytest.param(InductorLane, marks=needs_compiler)])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (merge_args(4, tokens=17), r"fat: is \[18, 8\] torch.float32, the spec has \[17, 8\]"),
+        (merge_args(4, dtype=torch.bfloat16), "fat: is .*bfloat16"),
+    ],
+)
+def test_other_arguments_than_those_of_the_spec_are_not_lowered(lane_class, args, said):
+    """What was checked for the shapes of the spec says nothing of others."""
+    with pytest.raises(GraphRuleError, match=said):
+        lane_class().lower(merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16), 4, args)
+
+
+@torch.inference_mode()
+def test_two_graphs_of_one_name_have_their_own_alias_maps():
+    lane, spec = EagerLane(), merge_rows_fat_spec((4,), SHAPE, max_step_tokens=16)
+    lane.lower(spec, 4, merge_args(4))
+
+    def other(fat, buffer, src_rows, dst_rows):
+        buffer.index_put_((src_rows,), buffer.new_zeros(4, 4, 8))
+
+    with pytest.raises(GraphRuleError, match="buffer: is mutated"):
+        lane.lower(replace(spec, fn=other), 4, merge_args(4))
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 127, 128, 191, 192, 837, 2048, 2049, 9000])

@@ -619,7 +619,7 @@ def test_the_native_lane_compiles_on_its_device_and_takes_no_argument_from_anoth
     lane, spec = NeuronLane(), specs()[0]
     call = lane.lower(spec, 2, spec.example_args(2))
     call(*spec.meta_args(2))
-    with pytest.raises(GraphRecompiledError, match="buffer is on cpu, and the graph was compiled for meta"):
+    with pytest.raises(GraphRecompiledError, match=r"on cpu instead of .* on meta"):
         call(*spec.example_args(2))
     assert (lane.num_recompiles_refused, len(torch_compile.graphs)) == (1, 1)
 

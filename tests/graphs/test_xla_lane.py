@@ -76,14 +76,14 @@ def assert_same_bits(left: tuple[Any, ...], right: tuple[Any, ...]) -> None:
 
 
 def lowered(spec: GraphSpec, bucket: int, lane: XlaLane | None = None) -> tuple[XlaLane, Callable[..., Any]]:
-    lane = lane or XlaLane()
+    lane = lane or XlaLane(strict=False)
     return lane, lane.lower(spec, bucket, spec.example_args(bucket))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_result_is_eagers_and_the_proof_holds_in_every_bucket(name, dtype):
-    spec, lane = specs(dtype)[name], XlaLane()
+    spec, lane = specs(dtype)[name], XlaLane(strict=False)
     for bucket in spec.buckets:
         call = lowered(spec, bucket, lane)[1]
         args = random_args(spec, bucket)
@@ -121,7 +121,7 @@ def test_the_lowered_text_depends_on_the_bucket_and_not_on_the_values():
     spec = specs(torch.float32)["encoder_write"]
     hashes = set()
     for bucket, seed in ((4, 0), (4, 1), (32, 0)):
-        lane = XlaLane()
+        lane = XlaLane(strict=False)
         lane.lower(spec, bucket, random_args(spec, bucket, seed))
         hashes.add(lane.proofs[spec.name, bucket].stablehlo_sha256)
     assert len(hashes) == 2
@@ -131,7 +131,7 @@ def test_lowering_changes_none_of_its_arguments():
     spec = specs(torch.float32)["encoder_write"]
     args = random_args(spec, 4)
     before = copy_of(args)
-    XlaLane().lower(spec, 4, args)
+    XlaLane(strict=False).lower(spec, 4, args)
     assert_same_bits(args, before)
 
 
@@ -153,7 +153,7 @@ class DonatesNothing(XlaLane):
 @pytest.mark.parametrize("mutates", [(), ("rows",), ("buffer", "rows")])
 def test_a_wrong_alias_map_is_refused(mutates):
     spec = replace(specs(torch.float32)["encoder_write"], mutates=mutates)
-    lane = XlaLane()
+    lane = XlaLane(strict=False)
     with pytest.raises(GraphRuleError, match="alias_map"):
         lowered(spec, 4, lane)
     with pytest.raises(GraphRuleError, match="alias_proof"):
@@ -275,15 +275,15 @@ def test_bfloat16_that_is_computed_with_is_copied_as_a_whole():
 def test_64_bit_arguments_are_refused():
     spec = specs(torch.float32)["encoder_write"]
     buffer, rows, block_ids, block_rows = spec.example_args(4)
-    with pytest.raises(GraphRuleError, match=r"int64_index.*block_ids"):
-        XlaLane().lower(spec, 4, (buffer, rows, block_ids.long(), block_rows))
+    with pytest.raises(GraphRuleError, match="block_ids: is .*int64"):
+        XlaLane(strict=False).lower(spec, 4, (buffer, rows, block_ids.long(), block_rows))
 
 
 # Nothing compiles after warm-up. -----------------------------------------------------------------------------------
 
 
 def test_calls_compile_nothing_and_another_signature_is_refused():
-    spec, lane = specs(torch.bfloat16)["merge_rows"], XlaLane()
+    spec, lane = specs(torch.bfloat16)["merge_rows"], XlaLane(strict=False)
     calls = {bucket: lowered(spec, bucket, lane)[1] for bucket in spec.buckets}
     lane.seal()
     with count_compilations() as compilations:
@@ -307,7 +307,7 @@ def test_the_count_sees_a_compilation():
 
 
 def test_torch_compile_still_works_beside_the_lane():
-    XlaLane()
+    XlaLane(strict=False)
     torch.compiler.reset()
     assert torch.compile(lambda tensor: tensor + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
 
@@ -315,4 +315,14 @@ def test_torch_compile_still_works_beside_the_lane():
 def test_without_torchax_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchax", None)
     with pytest.raises(ConfigurationError, match="scripts/xla_env"):
-        XlaLane()
+        XlaLane(strict=False)
+
+
+def test_a_strict_lane_starts_with_no_graph_whose_proof_fails():
+    def rolled(buffer: torch.Tensor, rows: torch.Tensor, block_ids: torch.Tensor, block_rows: torch.Tensor) -> None:
+        buffer.copy_(buffer.roll(1, 0))
+
+    spec = specs(torch.float32)["encoder_write"]
+    XlaLane().lower(spec, 4, spec.example_args(4))
+    with pytest.raises(GraphRuleError, match="alias_proof"):
+        XlaLane().lower(replace(spec, fn=rolled), 4, spec.example_args(4))

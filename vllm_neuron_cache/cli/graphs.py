@@ -176,10 +176,9 @@ def _read_config(additional_config: str) -> Any:
     if not text.lstrip().startswith("{"):
         try:
             text = Path(additional_config).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                f"--additional-config is {additional_config!r}, which is neither JSON nor a readable file "
-                f"({error.strerror})."
+                f"--additional-config is {additional_config!r}, which is neither JSON nor a readable file ({error})."
             ) from error
     try:
         return json.loads(text)

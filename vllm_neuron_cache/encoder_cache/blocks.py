@@ -41,10 +41,6 @@ class EncoderCacheBlocks:
         return self.buffer.nbytes
 
     @property
-    def row_bytes(self) -> int:
-        return self.fat_dim * self.buffer.itemsize
-
-    @property
     def scratch_row(self) -> int:
         """First row of the scratch block in the flattened buffer."""
         return self.geometry.scratch_block_id * self.geometry.block_size

@@ -19,6 +19,8 @@ _UPDATES = {
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.put.default,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
     aten.masked_scatter.default,
@@ -30,6 +32,19 @@ _VIEW_UPDATES = {
     aten.as_strided_scatter.default,
 }
 """What a mutation through a view becomes when views are taken out of a graph: the base with a part replaced."""
+
+
+_SHAPE_READERS = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+}
+"""Operators that look at a tensor's shape and dtype, not at what is in it."""
 
 
 def _is_view(node: torch.fx.Node) -> bool:
@@ -59,7 +74,11 @@ class AliasChain(NamedTuple):
     def other_readers(self) -> list[torch.fx.Node]:
         """Nodes that use the argument's old value, beside the update itself and views for it."""
         path = {self.write_back, *self.updates, *self.views}
-        return [user for user in self.target.users if user not in path and user.op != "output"]
+        return [
+            user
+            for user in self.target.users
+            if user not in path and user.op != "output" and user.target not in _SHAPE_READERS
+        ]
 
     def is_returned_by(self, output: torch.fx.Node) -> bool:
         """Whether an output is the argument, old or new, or a view of it."""

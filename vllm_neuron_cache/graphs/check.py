@@ -32,16 +32,20 @@ _SCATTERS = {
     aten.scatter.src,
     aten.scatter.value,
     aten.scatter.reduce,
+    aten.scatter.value_reduce,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
+    aten.put.default,
 }
 _REDUCING = {
     aten.index_add.default,
     aten.index_reduce.default,
     aten.scatter.reduce,
+    aten.scatter.value_reduce,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
 }
+_MAY_ACCUMULATE = {aten.index_put.default, aten._unsafe_index_put.default, aten.put.default}
 _FLAT = {aten.take.default, aten.put.default}
 """Index into all elements, in order."""
 _INDEXED_BY_LIST = {
@@ -87,7 +91,11 @@ def check_spec(spec: GraphSpec, bucket: int) -> GraphReport:
     Raises `GraphRuleError` with every violation found, of the alias map by `spec.mutates` too.
     """
     args = spec.meta_args(bucket)
-    graph = trace_graph(spec.name, spec.fn, args)
+    return check_traced(spec, trace_graph(spec.name, spec.fn, args), args)
+
+
+def check_traced(spec: GraphSpec, graph: torch.fx.GraphModule, args: tuple[Any, ...]) -> GraphReport:
+    """Checks a graph that `trace_graph` made of `spec.fn` with `args`; otherwise as `check_spec`."""
     report = check_graph(graph, flat_names(spec.fn, args), spec.index_limits)
     unknown = [name for name in spec.mutates if name not in inspect.signature(spec.fn).parameters]
     declared = (*spec.mutated_names(args), *unknown)
@@ -104,13 +112,18 @@ def check_graph(
     `index_limits` as in `GraphSpec`."""
     nodes = list(graph.graph.nodes)
     placeholders = dict(zip(names, (node for node in nodes if node.op == "placeholder"), strict=True))
-    limits = {placeholders[name].name: IndexRange(0, limit - 1) for name, limit in (index_limits or {}).items()}
+    index_limits = index_limits or {}
+    unknown = [name for name in index_limits if name not in placeholders]
+    limits = {
+        placeholders[name].name: IndexRange(0, limit - 1) for name, limit in index_limits.items() if name not in unknown
+    }
     traced = _Graph(nodes, placeholders, alias_chains(graph.graph), index_ranges(graph.graph, limits))
     return GraphReport(
         operators=dict(sorted(Counter(str(node.target) for node in traced.calls).items())),
         aliases={name: output for output, name in enumerate(mutated_names(graph.graph, tuple(placeholders)))},
-        violations=tuple(
-            GraphViolation(rule, node.name, text) for rule, find in RULES.items() for node, text in find(traced)
+        violations=(
+            *(GraphViolation("index_out_of_range", name, "has a limit and is no argument") for name in unknown),
+            *(GraphViolation(rule, node.name, text) for rule, find in RULES.items() for node, text in find(traced)),
         ),
     )
 
@@ -196,6 +209,11 @@ def _mutated_returned(graph: _Graph) -> _Found:
 
 
 def _whole_buffer_rewrite(graph: _Graph) -> _Found:
+    write_backs = {chain.write_back for chain in graph.chains}
+    for node in graph.calls:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and node not in write_backs:
+            yield node, f"{node.target} changes a tensor where only functional operators are expected"
     for chain in graph.chains:
         if not chain.reaches_target:
             name = graph.name_of(chain.target)
@@ -220,13 +238,15 @@ def _unordered_scatter(graph: _Graph) -> _Found:
         for later in chain.updates[1:]:
             yield later, f"is one of {len(chain.updates)} updates of {name}, whose order is up to the compiler"
     for node in graph.calls:
-        accumulates = node.target in (aten.index_put.default, aten._unsafe_index_put.default) and len(node.args) > 3
+        accumulates = node.target in _MAY_ACCUMULATE and len(node.args) > 3
         if node.target in _REDUCING or (accumulates and node.args[3]):
             yield node, f"{node.target} accumulates, in the compiler's order"
 
 
 def _index_out_of_range(graph: _Graph) -> _Found:
     for node in graph.calls:
+        if _takes_indices(node) and not _indices(node) and node.target not in _BOOLEAN_SELECTIONS:
+            yield node, f"{node.target} takes indices that this check cannot follow"
         for dim, index in _indices(node):
             if _dtype(index) in (torch.bool, torch.uint8):
                 continue
@@ -281,6 +301,13 @@ def _dtype(node: Any) -> torch.dtype | None:
 
 def _reads_scalar(node: torch.fx.Node) -> bool:
     return node.target is aten._local_scalar_dense.default
+
+
+def _takes_indices(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        argument.name in ("index", "indices") and "Tensor" in str(argument.type) for argument in schema.arguments
+    )
 
 
 def _indices(node: torch.fx.Node) -> list[tuple[int | None, torch.fx.Node]]:

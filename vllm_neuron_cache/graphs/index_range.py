@@ -130,6 +130,23 @@ def _limited(value: IndexRange, low: IndexRange | None, high: IndexRange | None)
     return value
 
 
+def _floor_divide(node: torch.fx.Node, of: _Lookup) -> IndexRange:
+    value, divisor = of(node.args[0]), of(node.args[1])
+    if divisor.low != divisor.high or divisor.low <= 0 or math.isinf(value.low + value.high):
+        return ANYTHING
+    return IndexRange(value.low // divisor.low, value.high // divisor.low)
+
+
+def _div(node: torch.fx.Node, of: _Lookup) -> IndexRange:
+    return _floor_divide(node, of) if node.kwargs.get("rounding_mode") == "floor" else ANYTHING
+
+
+def _remainder(node: torch.fx.Node, of: _Lookup) -> IndexRange:
+    """With the sign of the divisor, as Python's."""
+    divisor = of(node.args[1])
+    return IndexRange(0, divisor.low - 1) if 0 < divisor.low == divisor.high else ANYTHING
+
+
 def _where(node: torch.fx.Node, of: _Lookup) -> IndexRange:
     return of(node.args[1]).union(of(node.args[2]))
 
@@ -189,6 +206,13 @@ _RULES: dict[str, Callable[[torch.fx.Node, _Lookup], IndexRange]] = {
     "aten.sub": _sub,
     "aten.rsub": _rsub,
     "aten.mul": _mul,
+    "aten.floor_divide": _floor_divide,
+    "aten.div": _div,
+    "aten.remainder": _remainder,
+    "aten.split": _same,
+    "aten.split_with_sizes": _same,
+    "aten.unbind": _same,
+    "<built-in function getitem>": _same,  # one result of these
     "aten.clamp": _clamp,
     "aten.clamp_min": _at_least,
     "aten.clamp_max": _at_most,

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
-from vllm_neuron_cache.errors import GraphRecompiledError, GraphRuleError
+from vllm_neuron_cache.errors import GraphRecompiledError, GraphRuleError, GraphViolation
 from vllm_neuron_cache.graphs.check import alias_violations
-from vllm_neuron_cache.graphs.spec import GraphSpec, flatten
+from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten
 
 
 class Lowered(NamedTuple):
@@ -37,13 +37,14 @@ class Lane(abc.ABC):
     def lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Callable[..., Any]:
         """A callable of `spec.fn`'s arguments for one bucket, compiled here and now where the lane compiles.
 
-        `example_args` have the shapes, dtypes and layouts of every later call; whether they are mutated is up to the
-        lane. Raises `GraphRecompiledError` after `seal`, and `GraphRuleError` if the lowered graph updates other
-        arguments than the spec declares.
+        `example_args` have the shapes, dtypes and layouts of every later call, which are the spec's; whether they are
+        mutated is up to the lane. Raises `GraphRecompiledError` after `seal`, and `GraphRuleError` if they are others
+        than the spec's, or the lowered graph updates other arguments than the spec declares.
         """
         if self._sealed:
             self.num_recompiles_refused += 1
             raise GraphRecompiledError(f"graph {spec.name}, bucket {bucket}, was to be compiled after warm-up")
+        _require_signature(spec, bucket, example_args)
         lowered = self._lower(spec, bucket, example_args)
         violations = alias_violations(lowered.aliases, spec.mutated_names(example_args))
         if violations:
@@ -75,14 +76,19 @@ class CompiledGraph:
         if len(tensors) != len(self._signatures):
             self._refuse(tensors)
         for tensor, known in zip(tensors, self._signatures):
-            if tensor.shape != known.shape or tensor.stride() != known.stride or tensor.dtype is not known.dtype:
+            if (
+                tensor.shape != known.shape
+                or tensor.stride() != known.stride
+                or tensor.dtype is not known.dtype
+                or tensor.device != known.device
+            ):
                 self._refuse(tensors)
         return self._kernel(tensors)
 
     def _refuse(self, tensors: list[torch.Tensor]) -> NoReturn:
         self._lane.num_recompiles_refused += 1
         differing = [
-            f"{tuple(given.shape)} {given.dtype} instead of {tuple(known.shape)} {known.dtype}"
+            f"{given} instead of {known}"
             for given, known in zip(map(_signature, tensors), self._signatures)
             if given != known
         ]
@@ -98,7 +104,32 @@ class _Signature(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
 def _signature(tensor: torch.Tensor) -> _Signature:
-    return _Signature(tensor.shape, tensor.stride(), tensor.dtype)
+    return _Signature(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _require_signature(spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> None:
+    """What was checked for the spec's shapes says nothing of others."""
+    expected = spec.meta_args(bucket)
+    names = flat_names(spec.fn, expected)
+    given = dict(zip(flat_names(spec.fn, example_args), flatten(example_args), strict=True))
+    violations = [
+        GraphViolation(
+            "signature",
+            name,
+            f"is {list(given[name].shape)} {given[name].dtype}, the spec has {list(tensor.shape)} {tensor.dtype}",
+        )
+        for name, tensor in zip(names, flatten(expected), strict=True)
+        if name in given and (given[name].shape, given[name].dtype) != (tensor.shape, tensor.dtype)
+    ]
+    violations += [
+        GraphViolation("signature", name, "is missing, or not in the spec") for name in set(names) ^ given.keys()
+    ]
+    if violations:
+        raise GraphRuleError(f"{spec.name}, bucket {bucket}", violations)

@@ -1,5 +1,6 @@
 """The reference: the function itself, uncompiled."""
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm_neuron_cache.graphs.aliases import mutated_names
@@ -15,11 +16,11 @@ class EagerLane(Lane):
 
     def __init__(self) -> None:
         super().__init__()
-        self._aliases: dict[str, tuple[str, ...]] = {}
+        self._aliases: dict[Callable[..., Any], tuple[str, ...]] = {}
 
     def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered:
         # The same for every bucket, and tracing takes tens of milliseconds.
-        if spec.name not in self._aliases:
+        if spec.fn not in self._aliases:
             graph = trace_graph(spec.name, spec.fn, spec.meta_args(bucket))
-            self._aliases[spec.name] = mutated_names(graph.graph, flat_names(spec.fn, example_args))
-        return Lowered(spec.fn, self._aliases[spec.name])
+            self._aliases[spec.fn] = mutated_names(graph.graph, flat_names(spec.fn, example_args))
+        return Lowered(spec.fn, self._aliases[spec.fn])

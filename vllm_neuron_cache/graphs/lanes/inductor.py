@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -78,6 +77,9 @@ def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tu
 
     def keep_kernel(lowered: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         aliases = mutated_names(lowered.graph, names)  # inductor changes the graph
+        # Inductor's cache on disk asks for the place where symbols for shapes would be. The graph is traced, without
+        # any: had it been there before, sizes would have become symbols.
+        TracingContext.get().fake_mode.shape_env = ShapeEnv()
         hits = counters["inductor"]["fxgraph_cache_hit"]
         compiled = compile_fx_inner(lowered, *args, **kwargs)
         from_cache = counters["inductor"]["fxgraph_cache_hit"] > hits
@@ -85,9 +87,7 @@ def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tu
         return compiled
 
     # AOTAutograd's cache would return the wrapped result of an earlier process without compiling, and keep nothing.
-    # Inductor's own takes no graph that was traced without symbols for shapes, although ours have none.
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with torch._functorch.config.patch(enable_autograd_cache=False), tracing(TracingContext(fake_mode)):
+    with torch._functorch.config.patch(enable_autograd_cache=False):
         # compile_fx finishes its work in the first call.
         compile_fx(graph, tensors, inner_compile=keep_kernel)(*tensors)
     (compiled,) = kept

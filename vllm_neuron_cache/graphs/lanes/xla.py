@@ -115,7 +115,7 @@ class XlaLane(Lane):
 
     XLA's CPU backend computes bfloat16 in float32 and copies whole buffers for it, which a device does not. A graph
     that only moves rows takes bfloat16 as int16 instead, which is the same bit for bit. In any other bfloat16 graph
-    results are right and the proof fails.
+    results are right and the proof fails: lower that in float32.
 
     XLA sees the graph after functionalization, so a plain view of an argument is written in place here; that no view
     is mutated is a rule of `graphs.check`. Torch's one name for a device of another maker (PrivateUse1) goes to torchax
@@ -124,9 +124,11 @@ class XlaLane(Lane):
 
     name = "xla"
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = True) -> None:
+        """`strict` refuses to lower a graph whose proof fails; without it the proof is kept all the same."""
         super().__init__()
         self._jax, self._torchax = _import_compiler()
+        self._strict = strict
         self._device = self._jax.devices("cpu")[0]
         self.proofs: dict[tuple[str, int], AliasProof] = {}
         """By name of the spec and bucket, also of those that `lower` then refused."""
@@ -169,6 +171,8 @@ class XlaLane(Lane):
             moved_as_bits=bits,
             stablehlo_sha256=hashlib.sha256(text.encode()).hexdigest(),
         )
+        if self._strict and set(aliases) == set(declared):  # of another set `lower` itself has to say
+            self.proofs[spec.name, bucket].require()
         return Lowered(CompiledGraph(self, name, kernel, tensors), tuple(aliases))
 
     def _donated(self, graph: torch.fx.Graph) -> tuple[int, ...]:
