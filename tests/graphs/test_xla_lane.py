@@ -275,7 +275,7 @@ def test_bfloat16_that_is_computed_with_is_copied_as_a_whole():
 def test_64_bit_arguments_are_refused():
     spec = specs(torch.float32)["encoder_write"]
     buffer, rows, block_ids, block_rows = spec.example_args(4)
-    with pytest.raises(GraphRuleError, match="block_ids: is .*int64"):
+    with pytest.raises(GraphRuleError, match=r"block_ids: is .*int64"):
         XlaLane(strict=False).lower(spec, 4, (buffer, rows, block_ids.long(), block_rows))
 
 

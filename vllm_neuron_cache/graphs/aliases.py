@@ -8,7 +8,7 @@ import torch
 
 aten = torch.ops.aten
 
-_UPDATES = {
+SCATTERS = {
     aten.index_put.default,
     aten._unsafe_index_put.default,
     aten.index_copy.default,
@@ -23,8 +23,9 @@ _UPDATES = {
     aten.put.default,
     aten.scatter_add.default,
     aten.scatter_reduce.two,
-    aten.masked_scatter.default,
 }
+"""Operators that replace elements of a tensor at places that indices name."""
+
 _VIEW_UPDATES = {
     aten.slice_scatter.default,
     aten.select_scatter.default,
@@ -107,7 +108,7 @@ def _chain(write_back: torch.fx.Node) -> AliasChain:
     updates: list[torch.fx.Node] = []
     views: list[torch.fx.Node] = []
     while node is not target and node.op == "call_function":
-        if node.target in _UPDATES:
+        if node.target in SCATTERS or node.target is aten.masked_scatter.default:
             updates.append(node)
         elif _is_view(node) or node.target in _VIEW_UPDATES:
             views.append(node)

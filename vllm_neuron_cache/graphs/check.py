@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_neuron_cache.errors import GraphRuleError, GraphViolation
-from vllm_neuron_cache.graphs.aliases import AliasChain, alias_chains, mutated_names
+from vllm_neuron_cache.graphs.aliases import SCATTERS, AliasChain, alias_chains, mutated_names
 from vllm_neuron_cache.graphs.index_range import IndexRange, index_ranges
 from vllm_neuron_cache.graphs.neuron_operators import INTEGER_REDUCE, UNSUPPORTED_DTYPES, UNSUPPORTED_OPERATORS
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names
@@ -21,22 +21,6 @@ from vllm_neuron_cache.graphs.tracing import trace_graph
 aten = torch.ops.aten
 
 _GATHERS = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default}
-_SCATTERS = {
-    aten.index_put.default,
-    aten._unsafe_index_put.default,
-    aten.index_copy.default,
-    aten.index_add.default,
-    aten.index_fill.int_Scalar,
-    aten.index_fill.int_Tensor,
-    aten.index_reduce.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter.reduce,
-    aten.scatter.value_reduce,
-    aten.scatter_add.default,
-    aten.scatter_reduce.two,
-    aten.put.default,
-}
 _REDUCING = {
     aten.index_add.default,
     aten.index_reduce.default,
@@ -225,7 +209,7 @@ def _int64_index(graph: _Graph) -> _Found:
         for _, index in _indices(node):
             if _dtype(index) is torch.int64:
                 yield node, f"{node.target} has the int64 indices {index}; use int32"
-        if node.target in _SCATTERS:
+        if node.target in SCATTERS:
             values = [node.args[0], *(arg for arg in node.args[2:] if isinstance(arg, torch.fx.Node))]
             for value in values:
                 if _dtype(value) is torch.int64 and value not in [index for _, index in _indices(node)]:
@@ -316,7 +300,7 @@ def _indices(node: torch.fx.Node) -> list[tuple[int | None, torch.fx.Node]]:
         return [(None, node.args[1])]
     if node.target in _INDEXED_BY_LIST:
         return [(dim, index) for dim, index in enumerate(node.args[1]) if index is not None]
-    if node.target in _GATHERS or node.target in _SCATTERS:
+    if node.target in _GATHERS or node.target in SCATTERS:
         return [(node.args[1], node.args[2])]
     if node.target is aten.embedding.default:
         return [(0, node.args[1])]
