@@ -10,18 +10,29 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
-from vllm.multimodal.cache import BaseMultiModalProcessorCache, MultiModalProcessorSenderCache
+from vllm.multimodal import cache as processor_caches
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient, InprocClient, SyncMPClient
 
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
+
+# The second name is vLLM's from 0.32 on.
+_SENDER_CACHES = tuple(
+    getattr(processor_caches, name)
+    for name in ("MultiModalProcessorSenderCache", "LruKeyReplicatedSenderCache")
+    if hasattr(processor_caches, name)
+)
 
 _unsent: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Entries of sender caches that keep data, by the id of that data, which no other object has while it is kept."""
 
 
 def install() -> None:
-    """Wraps vLLM's clients of the engine. Calling it again changes nothing. Raises `AttributeError` if one changed."""
+    """Wraps vLLM's clients of the engine. Calling it again changes nothing. Raises `AttributeError` if one changed, or
+    the cache that sends items without data is not known by a name."""
+    if not _SENDER_CACHES:
+        raise AttributeError("vLLM's sender cache of processed media has another name")
     for client in (InprocClient, SyncMPClient):
         wrap_once(client, "add_request", _noting_sent)
     for client in (AsyncMPClient, DPAsyncMPClient):
@@ -31,11 +42,11 @@ def install() -> None:
 def keep_data_until_sent(cache: BaseMultiModalProcessorCache | None) -> None:
     """Makes the entries of a sender cache keep their data until it was sent. Mutates `cache`; doing it again changes
     nothing, and a cache that always hands on the data is left alone."""
-    if isinstance(cache, MultiModalProcessorSenderCache) and "get_and_update_item" not in vars(cache):
+    if isinstance(cache, _SENDER_CACHES) and "get_and_update_item" not in vars(cache):
         cache.get_and_update_item = _keeping_data(cache, cache.get_and_update_item)
 
 
-def _keeping_data(cache: MultiModalProcessorSenderCache, get_and_update_item: Callable[..., Any]) -> Callable[..., Any]:
+def _keeping_data(cache: Any, get_and_update_item: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(mm_item: Any, mm_hash: str) -> Any:
         data, prompt_updates = get_and_update_item(mm_item, mm_hash)
         entry = cache._cache.cache.get(mm_hash)  # not `_cache.get`, which counts a hit
