@@ -91,8 +91,6 @@ def test_bench_hits(tmp_path):
     assert 0 < values["hook_us"] < values["hook_us_miss"]
     assert 0 < values["hit_over_miss"] < 1
     assert values["recompiles_after_warmup"] == 0
-    assert set(values["lanes"]) == set(LANES)
-    assert all(lane["equals_eager"] for lane in values["lanes"].values() if "missing" not in lane)
 
 
 def test_bench_pool(tmp_path):
@@ -118,6 +116,8 @@ def test_bench_graphs(tmp_path):
     # Not a bound, which belongs to a quiet machine: the usual form is slower by an order of magnitude.
     assert values["merge_usual"]["inductor"] > 3 * values["merge_split"]["ratio_memcpy"]
     assert values["recompiles_after_warmup"] == 0
+    assert set(values["lanes"]) == set(LANES)
+    assert all(lane["equals_eager"] for lane in values["lanes"].values() if "missing" not in lane)
 
 
 @pytest.mark.parametrize(

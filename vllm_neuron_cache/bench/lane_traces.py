@@ -124,7 +124,7 @@ def bench_lanes(num_steps: int = 500) -> dict[str, Any]:
         try:
             run = reference if name == "eager" else run_trace(name, trace)
         except ConfigurationError as error:
-            result[name] = {"missing": str(error)}
+            result[name] = {"missing": str(error).split(". ")[0]}
             continue
         result[name] = {
             "steps": num_steps,
