@@ -8,6 +8,7 @@ import torch
 from vllm_neuron_cache.graphs.aliases import mutated_names
 from vllm_neuron_cache.graphs.deployment import Deployment
 from vllm_neuron_cache.graphs.lanes import Lane
+from vllm_neuron_cache.graphs.merge import example_targets
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten
 from vllm_neuron_cache.graphs.tracing import trace_graph
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
@@ -43,9 +44,8 @@ def warm_up(deployment: Deployment, lane: Lane, device: torch.device) -> WarmUpR
     collects them all. Raises `ConfigurationError` if the cache does not fit.
     """
     buffer = deployment.buffer
-    targets = MergeTargets(
-        _target(deployment, device), tuple(_target(deployment, device) for _ in range(deployment.num_levels))
-    )
+    with device:
+        targets = MergeTargets(*example_targets(buffer, deployment.num_levels, deployment.max_step_tokens))
     EncoderCacheRuntime(
         deployment.geometry, fat_dim=buffer.fat_dim, dtype=buffer.dtype, device=device, targets=targets, lane=lane
     ).warm_up()
@@ -60,9 +60,3 @@ def _entry(spec: GraphSpec, bucket: int) -> ManifestEntry:
     described = repr((graph.code, signature, mutated_names(graph.graph, names)))
     sha256 = hashlib.sha256(described.encode()).hexdigest()
     return ManifestEntry(spec.name, bucket, sha256, sum(tensor.nbytes for tensor in tensors))
-
-
-def _target(deployment: Deployment, device: torch.device) -> torch.Tensor:
-    buffer = deployment.buffer
-    width = buffer.fat_dim // (1 + deployment.num_levels)
-    return torch.zeros(deployment.max_step_tokens + 1, width, dtype=buffer.dtype, device=device)

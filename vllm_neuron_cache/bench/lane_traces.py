@@ -15,6 +15,8 @@ from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import EncoderCacheStep, StepJournal
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.lanes import make_lane
+from vllm_neuron_cache.graphs.merge import example_targets
+from vllm_neuron_cache.graphs.spec import BufferShape
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
 
 GEOMETRY = CacheGeometry(num_blocks=33, block_size=16, encoder_block_size=64)
@@ -95,7 +97,8 @@ def run_trace(
     Raises `ConfigurationError` if the lane's compiler is missing.
     """
     lane = make_lane(lane_name)
-    targets = MergeTargets(_target(dtype), tuple(_target(dtype) for _ in range(NUM_LEVELS)))
+    buffer = BufferShape(GEOMETRY.num_blocks, GEOMETRY.block_size, FAT_DIM, dtype)
+    targets = MergeTargets(*example_targets(buffer, NUM_LEVELS, STEP_TOKENS))
     runtime = EncoderCacheRuntime(
         GEOMETRY, fat_dim=FAT_DIM, dtype=dtype, device=torch.device("cpu"), targets=targets, lane=lane
     )
@@ -133,7 +136,3 @@ def bench_lanes(num_steps: int = 500) -> dict[str, Any]:
             "equals_eager": all(torch.equal(rows, others) for rows, others in zip(run.rows, reference.rows)),
         }
     return result
-
-
-def _target(dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(STEP_TOKENS + 1, WIDTH, dtype=dtype)

@@ -33,8 +33,6 @@ def warmup(
     lane = engine.config.lane if lane is None else lane
     if lane not in LANES:
         raise ConfigurationError(f"--lane is {lane!r}; give one of {', '.join(LANES)}.")
-    if device not in ("cpu", "neuron"):
-        raise ConfigurationError(f"--device is {device!r}; give cpu or neuron.")
     import torch
 
     from vllm_neuron_cache.graphs.deployment import plan_deployment

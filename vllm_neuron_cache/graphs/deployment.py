@@ -6,10 +6,13 @@ import torch
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.catalog import encoder_cache_specs
 from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
 from vllm_neuron_cache.planner.model import ModelShape
 from vllm_neuron_cache.planner.tokens import largest_item_tokens, smallest_image_tokens
+
+DEVICES = ("cpu", "neuron")
 
 
 class Deployment(NamedTuple):
@@ -34,8 +37,11 @@ def plan_deployment(
     """What an engine of these options would compile.
 
     `max_num_batched_tokens` and `max_model_len` are vLLM's, in tokens; without the latter it is the model's. On a
-    "neuron" `device` the default block is the encoder's. Raises `ConfigurationError` as `cache_geometry` does.
+    "neuron" `device` the default block is the encoder's. Raises `ConfigurationError` for another device than that and
+    "cpu", and as `cache_geometry` does.
     """
+    if device not in DEVICES:
+        raise ConfigurationError(f"device is {device!r}; give {' or '.join(DEVICES)}.")
     largest = largest_item_tokens(shape, max_model_len or shape.max_model_len)
     geometry = cache_geometry(
         config,

@@ -72,7 +72,7 @@ def merge_rows_spec(
     in the specs below."""
 
     def example_args(bucket: int) -> tuple[Any, ...]:
-        return *_targets(buffer, num_levels, max_step_tokens), buffer.example(), *_indices(2, bucket)
+        return *example_targets(buffer, num_levels, max_step_tokens), buffer.example(), *_indices(2, bucket)
 
     return GraphSpec(
         name="merge_rows",
@@ -109,7 +109,7 @@ def merge_multimodal_embeddings_spec(
     """The buckets count blocks."""
 
     def example_args(bucket: int) -> tuple[Any, ...]:
-        targets = _targets(buffer, num_levels, max_step_tokens)
+        targets = example_targets(buffer, num_levels, max_step_tokens)
         positions = torch.zeros(bucket, buffer.block_size, dtype=torch.int32)
         return *targets, buffer.example(), *_indices(1, bucket), positions
 
@@ -124,9 +124,10 @@ def merge_multimodal_embeddings_spec(
     )
 
 
-def _targets(
+def example_targets(
     buffer: BufferShape, num_levels: int, max_step_tokens: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Zeros for the hidden state and each deepstack level, `[T + 1, H]`, on torch's default device."""
     width = buffer.fat_dim // (1 + num_levels)
     hidden, *deepstack = (torch.zeros(max_step_tokens + 1, width, dtype=buffer.dtype) for _ in range(1 + num_levels))
     return hidden, tuple(deepstack)

@@ -73,10 +73,10 @@ class NeuronxTraceLane(Lane):
                         f"{tensor.device}. Allocate it on {state.device}."
                     )
                 state.data = tensor
-        places = places_of(form, tensors)
+        addresses = addresses_of(form, tensors)
 
         def kernel(tensors: list[torch.Tensor]) -> Any:
-            refuse_elsewhere(self, name, form, places, tensors)
+            refuse_elsewhere(self, name, form, addresses, tensors)
             results = traced(*form.inputs(tensors))
             # From the end: whether the new values come out as well is the runtime's affair.
             return list(results)[len(results) - form.num_returned :] if form.num_returned else None
@@ -98,23 +98,17 @@ class _Stateful(torch.nn.Module):
         return self._form(list(self.states), inputs)
 
 
-def places_of(form: FunctionalForm, tensors: list[torch.Tensor]) -> list[tuple[torch.device, int | None]]:
-    """For each argument its device and, where it is mutated, its address: what a graph with state is bound to."""
-    return [(tensor.device, tensor.data_ptr() if at in form.mutated else None) for at, tensor in enumerate(tensors)]
+def addresses_of(form: FunctionalForm, tensors: list[torch.Tensor]) -> list[int]:
+    """Those of the mutated arguments: what a graph with state is bound to."""
+    return [tensor.data_ptr() for tensor in form.states(tensors)]
 
 
 def refuse_elsewhere(
-    lane: Lane,
-    graph: str,
-    form: FunctionalForm,
-    places: list[tuple[torch.device, int | None]],
-    tensors: list[torch.Tensor],
+    lane: Lane, graph: str, form: FunctionalForm, addresses: list[int], tensors: list[torch.Tensor]
 ) -> None:
-    """Raises `GraphRecompiledError` if an argument is not where the graph has it."""
-    for argument, tensor, (device, address) in zip(form.names, tensors, places):
-        if tensor.device != device:
-            raise refused(lane, graph, f"{argument} is on {tensor.device}, and the graph was compiled for {device}")
-        if address is not None and tensor.data_ptr() != address:
+    """Raises `GraphRecompiledError` if a mutated argument is not where the graph has it."""
+    for argument, tensor, address in zip(form.aliases, form.states(tensors), addresses):
+        if tensor.data_ptr() != address:
             raise refused(lane, graph, f"{argument} is another tensor than the one whose memory the graph updates")
 
 

@@ -7,7 +7,7 @@ import torch
 from vllm_neuron_cache.graphs.functional import FunctionalForm, functional_form
 from vllm_neuron_cache.graphs.lanes.base import CompiledGraph, Lane, Lowered
 from vllm_neuron_cache.graphs.lanes.neuron import PACKAGE_INDEX, not_installed
-from vllm_neuron_cache.graphs.lanes.neuronx_trace import places_of, refuse_elsewhere
+from vllm_neuron_cache.graphs.lanes.neuronx_trace import addresses_of, refuse_elsewhere
 from vllm_neuron_cache.graphs.spec import GraphSpec, flatten
 
 COMPILER_ARGS = "--auto-cast=none -O1"
@@ -78,11 +78,11 @@ class NxdBuilderLane(Lane):
         model = self._nxd.NxDModel(world_size=ranks, state_initializer=initializer)
         model.add(key=key, trace_artifacts=traced, compilation_artifacts=compiled)
         model.to_neuron()
-        places = places_of(form, tensors)
+        addresses = addresses_of(form, tensors)
         inputs = form.inputs(parameters)
 
         def kernel(tensors: list[torch.Tensor]) -> Any:
-            refuse_elsewhere(self, name, form, places, tensors)
+            refuse_elsewhere(self, name, form, addresses, tensors)
             ranked = {parameter: [tensor] * ranks for parameter, tensor in zip(inputs, form.inputs(tensors))}
             results = model(model_name=key, forward_mode="ranked", **ranked)
             return [by_rank[0] for by_rank in results[: form.num_returned]] or None
