@@ -95,6 +95,7 @@ def test_sealed_lane_lowers_nothing(lane_class):
         ((), "fat: is mutated, and not declared"),
         (("fat", "buffer"), "buffer: is declared in mutates, and not mutated"),
         (("buffer",), "fat: is mutated, and not declared.*buffer: is declared"),
+        (("fat", "fatt"), "fatt: is declared in mutates, and not mutated"),
     ],
 )
 def test_a_wrong_alias_map_is_refused_in_every_lane(lane_class, mutates, said):

@@ -4,7 +4,6 @@ The rules are those of the design; each is a function over the traced graph that
 one lane may still be refused, or copied, in another: here a graph has to suit all of them.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import torch
 
 from vllm_neuron_cache.errors import GraphRuleError, GraphViolation
 from vllm_neuron_cache.graphs.aliases import SCATTERS, AliasChain, alias_chains, mutated_names
-from vllm_neuron_cache.graphs.index_range import IndexRange, index_ranges
+from vllm_neuron_cache.graphs.index_range import IndexRange, index_ranges, operator_name
 from vllm_neuron_cache.graphs.neuron_operators import INTEGER_REDUCE, UNSUPPORTED_DTYPES, UNSUPPORTED_OPERATORS
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names
 from vllm_neuron_cache.graphs.tracing import trace_graph
@@ -81,9 +80,7 @@ def check_spec(spec: GraphSpec, bucket: int) -> GraphReport:
 def check_traced(spec: GraphSpec, graph: torch.fx.GraphModule, args: tuple[Any, ...]) -> GraphReport:
     """Checks a graph that `trace_graph` made of `spec.fn` with `args`; otherwise as `check_spec`."""
     report = check_graph(graph, flat_names(spec.fn, args), spec.index_limits)
-    unknown = [name for name in spec.mutates if name not in inspect.signature(spec.fn).parameters]
-    declared = (*spec.mutated_names(args), *unknown)
-    violations = [*report.violations, *alias_violations(tuple(report.aliases), declared)]
+    violations = [*report.violations, *alias_violations(tuple(report.aliases), spec.mutated_names(args))]
     if violations:
         raise GraphRuleError(spec.name, violations)
     return report
@@ -243,7 +240,7 @@ def _index_out_of_range(graph: _Graph) -> _Found:
 
 def _unsupported_operator(graph: _Graph) -> _Found:
     for node in graph.calls:
-        name = ".".join(str(node.target).split(".")[:2])
+        name = operator_name(node.target)
         if name in UNSUPPORTED_OPERATORS:
             yield node, f"{node.target}: {UNSUPPORTED_OPERATORS[name]}"
         if node.target in _REDUCING and not _dtype(node.args[0]).is_floating_point:

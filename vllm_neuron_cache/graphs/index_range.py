@@ -35,7 +35,7 @@ def index_ranges(graph: torch.fx.Graph, known: Mapping[str, IndexRange]) -> dict
         if node.op == "placeholder":
             ranges[node] = known.get(node.name, ANYTHING)
         elif node.op == "call_function":
-            rule, dtype = _RULES.get(_name(node.target)), getattr(node.meta.get("val"), "dtype", None)
+            rule, dtype = _RULES.get(operator_name(node.target)), getattr(node.meta.get("val"), "dtype", None)
             # Operands are converted to the type of the result first.
             of = functools.partial(_range_of, ranges=ranges, dtype=dtype)
             ranges[node] = _held(rule(node, of) if rule else ANYTHING, dtype)
@@ -57,7 +57,7 @@ def _held(values: IndexRange, dtype: torch.dtype | None) -> IndexRange:
     return IndexRange(math.floor(values.low), math.ceil(values.high))
 
 
-def _name(target: Any) -> str:
+def operator_name(target: Any) -> str:
     """`aten.add` for the operator `aten.add.Tensor`."""
     return ".".join(str(target).split(".")[:2])
 

@@ -37,8 +37,10 @@ class GraphSpec:
             return self.example_args(bucket)
 
     def mutated_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """`mutates` by the names of single tensors, in the order of the arguments."""
-        return tuple(name for name in flat_names(self.fn, args) if name.split("[")[0] in self.mutates)
+        """`mutates` by the names of single tensors, in the order of the arguments; last, as it is, a name that is no
+        argument's."""
+        unknown = (name for name in self.mutates if name not in inspect.signature(self.fn).parameters)
+        return (*(name for name in flat_names(self.fn, args) if name.split("[")[0] in self.mutates), *unknown)
 
 
 class BufferShape(NamedTuple):

@@ -161,11 +161,11 @@ class XlaLane(Lane):
         memory = compiled.memory_analysis()
         self.proofs[spec.name, bucket] = AliasProof(
             graph=name,
-            mutated={name: sizes[name] for name in declared},
+            mutated={name: sizes.get(name, 0) for name in declared},
             aliases=aliases,
             alias_bytes=memory.alias_size_in_bytes,
             temp_bytes=memory.temp_size_in_bytes,
-            temp_limit=max(min((sizes[name] for name in declared), default=0) - 1, row_bytes),
+            temp_limit=max(min((sizes.get(name, 0) for name in declared), default=0) - 1, row_bytes),
             whole_buffer_copies=_copies(compiled.as_text(), [moved[at] for at in mutated]),
             stable_pointers=kernel.run(tensors).stable_pointers,
             moved_as_bits=bits,
