@@ -34,6 +34,8 @@ def test_nothing_given_means_the_documented_defaults(additional_config):
         "encoder_cache_num_blocks_exact": None,
         "eviction": "lru",
         "lane": "inductor",
+        "compiled_encoder": False,
+        "compiled_prefill": False,
     }
 
 
@@ -43,6 +45,8 @@ def test_every_key_of_ours_is_read():
         "encoder_cache_num_blocks_exact": 17,
         "eviction": "gdsf",
         "lane": "eager",
+        "compiled_encoder": True,
+        "compiled_prefill": True,
     }
     config = read(vllm_neuron_cache=values)
     assert {name: getattr(config, name) for name in values} == values

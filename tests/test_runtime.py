@@ -14,6 +14,7 @@ from vllm_neuron_cache.encoder_cache.steps import StepJournal
 from vllm_neuron_cache.errors import ConfigurationError, EncoderCacheReadError, EncoderOutputError, IntegrityError
 from vllm_neuron_cache.graphs.lanes import make_lane
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
+from vllm_neuron_cache.source_rows import SourceRows
 
 GEOMETRY = CacheGeometry(num_blocks=9, block_size=16, encoder_block_size=32)
 WIDTH, LEVELS, TOKENS = 8, 2, 256
@@ -23,8 +24,14 @@ FAT = WIDTH * (1 + LEVELS)
 class Side:
     """A scheduler's pool and journal with one worker's runtime."""
 
-    def __init__(self, lane: str, geometry: CacheGeometry = GEOMETRY, dtype: torch.dtype = torch.float32):
-        targets = MergeTargets(
+    def __init__(
+        self,
+        lane: str,
+        geometry: CacheGeometry = GEOMETRY,
+        dtype: torch.dtype = torch.float32,
+        targets: MergeTargets | SourceRows | None = None,
+    ):
+        targets = targets or MergeTargets(
             torch.zeros(TOKENS + 1, WIDTH, dtype=dtype),
             tuple(torch.zeros(TOKENS + 1, WIDTH, dtype=dtype) for _ in range(LEVELS)),
         )
@@ -105,6 +112,26 @@ def test_rows_come_back_as_written(side, num_tokens):
     assert torch.equal(rows[TOKENS - num_tokens :], output)
     assert not rows[: TOKENS - num_tokens].any()
     side.runtime.check_integrity()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 100, TOKENS // 2])
+def test_a_model_that_merges_by_itself_gets_the_rows_of_every_token(num_tokens):
+    """Twice the same item in a step, up to the longest step; then a step of text."""
+    with torch.inference_mode():
+        rows = SourceRows(TOKENS, torch.device("cpu"))
+        side = Side("eager", targets=rows)
+        assert {graph.spec.name for graph in side.runtime.graphs} == {"encoder_write", "encoder_stamp"}
+        output = output_of(num_tokens, 3)
+        side.reserve("image", num_tokens)
+        side.step()
+        side.runtime.write("image", output)
+        windows = [whole("image", num_tokens), whole("image", num_tokens, position=TOKENS - num_tokens)]
+        side.runtime.merge(side.runtime.plan_reads(windows, TOKENS))
+        taken = rows.take(TOKENS)
+        found = side.runtime.blocks.buffer.view(-1, FAT)[taken.clamp(min=0)]
+        assert torch.equal(found[:num_tokens], output) and torch.equal(found[TOKENS - num_tokens :], output)
+        assert (taken >= 0).sum() == 2 * num_tokens == side.runtime.stats().rows_read
+        assert rows.take(TOKENS) is None
 
 
 def test_video_lies_in_whole_frames_and_reads_back_dense(side):

@@ -69,6 +69,28 @@ def test_the_manifest_has_every_bucket_of_every_graph_once(checkpoint):
     ]
 
 
+@torch.inference_mode()
+def test_compiled_encoders_are_in_it_and_are_lowered_without_a_look_at_their_flags(checkpoint, monkeypatch):
+    additional = {"vllm_neuron_cache": {"compiled_encoder": True}}
+    config = NeuronCacheConfig.from_additional_config(
+        additional | {"encoder_neuron_config": {"encoder_attention_block_size": 512}}
+    )
+    deployment = plan_deployment(load_model_shape(checkpoint), config, max_num_batched_tokens=128)
+    named = [(entry.graph, entry.bucket) for entry in manifest(deployment)]
+    encoder = [("encoder_qwen3_vl_256", 1), ("encoder_qwen3_vl_384", 1)]
+    assert named[-5:] == encoder + [("encoder_qwen3_vl_512", bucket) for bucket in (1, 2, 4)]
+
+    lane, flags = make_lane("eager"), object()
+    lower = lane.lower
+
+    def lowering(spec, bucket, args):
+        call = lower(spec, bucket, args)
+        return lambda *arguments: call(*arguments) and flags
+
+    monkeypatch.setattr(lane, "lower", lowering)
+    assert warm_up(deployment, lane, torch.device("cpu")).graphs_lowered == len(named)
+
+
 def test_a_hash_is_that_of_the_compilation(checkpoint):
     first, second = manifest(small_deployment(checkpoint)), manifest(small_deployment(checkpoint))
     assert first == second

@@ -69,6 +69,15 @@ class NeuronCacheConfig:
     runs what the rules saw, "xla" proves that XLA updates in place: both are slow. The others are for Trainium, and
     were not run on one yet: "neuron" is torch.compile, "neuronx_trace" and "nxd_builder" are the older stack."""
 
+    compiled_encoder: bool = False
+    """Whether the model's encoders run as static graphs that write into the cache by themselves. An image, or a frame
+    of a video, of more patches than `encoder_attention_block_size` is refused then. For Qwen3-VL, Qwen2.5-VL and
+    Qwen2.5-Omni."""
+
+    compiled_prefill: bool = False
+    """Whether cached rows are merged inside the language model's own compiled forward, instead of by a graph before it.
+    Steps of text alone run without a merge. For Qwen3-VL, dense and mixture of experts."""
+
     def __post_init__(self) -> None:
         _require_int(OWN_NAMESPACE, "encoder_cache_block_size", self.encoder_cache_block_size, 1, optional=True)
         _require_int(
@@ -80,6 +89,8 @@ class NeuronCacheConfig:
                 f"number of blocks and {ENCODER_NAMESPACE}.encoder_cache_num_blocks "
                 f"({self.encoder.encoder_cache_num_blocks}) is a floor under it. Give one of the two."
             )
+        _require_bool(OWN_NAMESPACE, "compiled_encoder", self.compiled_encoder)
+        _require_bool(OWN_NAMESPACE, "compiled_prefill", self.compiled_prefill)
         for name, allowed in (("eviction", EVICTION_POLICIES), ("lane", LANES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(
@@ -142,6 +153,11 @@ def _require_int(namespace: str, name: str, value: Any, minimum: int, *, optiona
         raise ConfigurationError(
             f"{namespace}.{name} is {value!r}; give a whole number of at least {minimum}{alternative}."
         )
+
+
+def _require_bool(namespace: str, name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{namespace}.{name} is {value!r}; give true or false.")
 
 
 def _did_you_mean(key: Any, keys: list[str]) -> str:

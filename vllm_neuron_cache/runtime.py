@@ -1,6 +1,6 @@
 """The worker's side of the encoder cache, apart from any serving engine: apply steps, write items, merge rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,12 +9,16 @@ from vllm_neuron_cache.encoder_cache.blocks import EncoderCacheBlocks
 from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, ReadPlanner, ReadWindow
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import EncoderCacheStep
-from vllm_neuron_cache.errors import EncoderOutputError
+from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderItem
+from vllm_neuron_cache.encoders.static_encoder import EncoderRanks, StaticEncoder
+from vllm_neuron_cache.encoders.weights import EncoderWeights
+from vllm_neuron_cache.errors import ConfigurationError, EncoderOutputError
 from vllm_neuron_cache.graphs.bucketed import BucketedGraph
 from vllm_neuron_cache.graphs.catalog import merge_spec
 from vllm_neuron_cache.graphs.host_arrays import HostArrays
 from vllm_neuron_cache.graphs.lanes import Lane
 from vllm_neuron_cache.graphs.spec import BufferShape
+from vllm_neuron_cache.source_rows import SourceRows
 from vllm_neuron_cache.writer import EncoderCacheWriter
 
 
@@ -38,13 +42,19 @@ class RuntimeStats(NamedTuple):
     rows_read: int
     graphs_compiled: int
     recompiles_after_warmup: int
+    encoder_launches: int
+    """Of compiled encoders; so are the next two."""
+    positions_live: int
+    """Patches (of images and video) and frames (of sound) that were encoded."""
+    positions_computed: int
+    """The same with padding."""
 
 
 class EncoderCacheRuntime:
     """Buffer, graphs and plans of one worker rank.
 
-    In a step: `apply`, then `write` for every item that the encoder ran, then `plan_reads`, then `merge`. Call
-    `warm_up` once before the first step.
+    In a step: `apply`, then `write` for every item that the model's encoder ran and `encode` for those of a compiled
+    one, then `plan_reads`, then `merge`. Call `warm_up` once before the first step.
     """
 
     def __init__(
@@ -54,25 +64,59 @@ class EncoderCacheRuntime:
         fat_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        targets: MergeTargets,
+        targets: MergeTargets | SourceRows,
         lane: Lane,
     ) -> None:
+        """`targets`: what `merge` fills. With `SourceRows` the model merges in its own graph, and none is built."""
         self.blocks = EncoderCacheBlocks(geometry, fat_dim=fat_dim, dtype=dtype, device=device)
         buffer = BufferShape(*self.blocks.buffer.shape, dtype)
         self._writer = EncoderCacheWriter(self.blocks, lane)
         self._targets = targets
         self._lane = lane
-        spec = merge_spec(buffer, num_levels=len(targets.deepstack), max_step_tokens=targets.max_step_tokens)
-        self._merge = BucketedGraph(spec, lane)
+        self._merge: BucketedGraph | None = None
+        buckets = (targets.max_step_tokens,)
+        if isinstance(targets, MergeTargets):
+            spec = merge_spec(buffer, num_levels=len(targets.deepstack), max_step_tokens=targets.max_step_tokens)
+            self._merge, buckets = BucketedGraph(spec, lane), spec.buckets
         self._planner = ReadPlanner(
-            buckets=spec.buckets, scratch_row=self.blocks.scratch_row, dummy_row=targets.max_step_tokens
+            buckets=buckets, scratch_row=self.blocks.scratch_row, dummy_row=targets.max_step_tokens
         )
-        self._pairs = HostArrays((self._planner.src_rows, self._planner.dst_rows), spec.buckets, device)
+        self._pairs = HostArrays((self._planner.src_rows, self._planner.dst_rows), buckets, device)
         self._rows_read = 0
+        self._encoders: list[StaticEncoder] = []
+
+    @property
+    def lane_name(self) -> str:
+        return self._lane.name
+
+    @property
+    def targets(self) -> MergeTargets | SourceRows:
+        """What `merge` fills."""
+        return self._targets
 
     @property
     def graphs(self) -> tuple[BucketedGraph, ...]:
-        return (*self._writer.graphs, self._merge)
+        encoders = (graph for encoder in self._encoders for graph in encoder.graphs)
+        merge = () if self._merge is None else (self._merge,)
+        return (*self._writer.graphs, *merge, *encoders)
+
+    def add_encoder(
+        self, adapter: EncoderAdapter, weights: EncoderWeights, *, attention_block: int, ranks: EncoderRanks
+    ) -> StaticEncoder:
+        """An encoder that is compiled, and writes into the blocks by itself. Call it before `warm_up`.
+
+        Raises `ConfigurationError` if its rows are not as wide as the buffer's.
+        """
+        if adapter.fat_dim != self.blocks.fat_dim:
+            raise ConfigurationError(
+                f"the compiled encoder {adapter.name} makes rows of {adapter.fat_dim}, and the model's own makes rows "
+                f"of {self.blocks.fat_dim}. Set vllm_neuron_cache.compiled_encoder to false."
+            )
+        encoder = StaticEncoder(
+            adapter, weights, self.blocks, self._writer, self._lane, attention_block=attention_block, ranks=ranks
+        )
+        self._encoders.append(encoder)
+        return encoder
 
     def stats(self) -> RuntimeStats:
         return RuntimeStats(
@@ -81,6 +125,7 @@ class EncoderCacheRuntime:
             self._rows_read,
             self._lane.num_compiled,
             self._lane.num_recompiles_refused,
+            *map(sum, zip((0, 0, 0), *(encoder.work for encoder in self._encoders))),
         )
 
     def warm_up(self) -> None:
@@ -92,7 +137,10 @@ class EncoderCacheRuntime:
         self._planner.src_rows.fill(self.blocks.scratch_row)
         self._planner.dst_rows.fill(self._targets.max_step_tokens)
         self._writer.warm_up()
-        self._merge.warm_up(merge_args)
+        if self._merge is not None:
+            self._merge.warm_up(merge_args)
+        for encoder in self._encoders:
+            encoder.warm_up()
         self._lane.seal()
 
     def apply(self, step: EncoderCacheStep) -> None:
@@ -111,6 +159,14 @@ class EncoderCacheRuntime:
             self.fail(key, str(error))
             raise
 
+    def encode(self, encoder: StaticEncoder, items: Mapping[str, EncoderItem]) -> list[str]:
+        """Encodes items, by key, into the blocks reserved for them. Returns the keys of those that failed; they are
+        marked as failed, and the others are written."""
+        failures = encoder.encode(items)
+        for key, failure in failures.items():
+            self.fail(key, failure)
+        return list(failures)
+
     def fail(self, key: str, failure: str) -> None:
         """Notes that the item has no rows, and why. Whoever reads it gets an `EncoderOutputError` with that message."""
         entry = self.blocks.table.get(key)
@@ -123,10 +179,13 @@ class EncoderCacheRuntime:
         return self._planner.plan(windows, num_step_tokens, self.blocks.table)
 
     def merge(self, plan: ReadPlan) -> None:
-        """Runs the merge graph on the plan made last. Mutates the merge targets."""
+        """Runs the merge graph on the plan made last, or hands the plan over to the model's. Mutates the targets."""
         targets = self._targets
-        pairs = self._pairs.send(plan.bucket)
-        self._merge.run(plan.bucket, targets.hidden, targets.deepstack, self.blocks.buffer, *pairs)
+        if self._merge is None:
+            targets.fill(plan)
+        else:
+            pairs = self._pairs.send(plan.bucket)
+            self._merge.run(plan.bucket, targets.hidden, targets.deepstack, self.blocks.buffer, *pairs)
         self._rows_read += plan.num_rows
 
     def clear(self) -> None:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_neuron_cache.encoders.static_encoder import ONE_RANK
+from vllm_neuron_cache.encoders.weights import BlankWeights, plain_form
 from vllm_neuron_cache.graphs.aliases import mutated_names
 from vllm_neuron_cache.graphs.deployment import Deployment
 from vllm_neuron_cache.graphs.lanes import Lane
@@ -12,6 +14,7 @@ from vllm_neuron_cache.graphs.merge import example_targets
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten
 from vllm_neuron_cache.graphs.tracing import trace_graph
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
+from vllm_neuron_cache.source_rows import SourceRows
 
 
 class ManifestEntry(NamedTuple):
@@ -43,13 +46,30 @@ def warm_up(deployment: Deployment, lane: Lane, device: torch.device) -> WarmUpR
     Outputs are not read, so that a compiler which only collects graphs and returns zeros (`neuron_parallel_compile`)
     collects them all. Raises `ConfigurationError` if the cache does not fit.
     """
-    buffer = deployment.buffer
-    with device:
-        targets = MergeTargets(*example_targets(buffer, deployment.num_levels, deployment.max_step_tokens))
-    EncoderCacheRuntime(
-        deployment.geometry, fat_dim=buffer.fat_dim, dtype=buffer.dtype, device=device, targets=targets, lane=lane
-    ).warm_up()
+    make_runtime(deployment, lane, device).warm_up()
     return WarmUpResult(sum(len(spec.buckets) for spec in deployment.specs), lane.num_from_cache)
+
+
+def make_runtime(deployment: Deployment, lane: Lane, device: torch.device) -> EncoderCacheRuntime:
+    """A worker's side of the cache with nothing compiled yet, encoders without their weights. Allocates its memory.
+
+    Raises `ConfigurationError` if the cache does not fit.
+    """
+    buffer = deployment.buffer
+    merges_in_prefill = all(spec.name != "merge_rows" for spec in deployment.specs)
+    with device:
+        targets = (
+            SourceRows(deployment.max_step_tokens, device)
+            if merges_in_prefill
+            else MergeTargets(*example_targets(buffer, deployment.num_levels, deployment.max_step_tokens))
+        )
+    runtime = EncoderCacheRuntime(
+        deployment.geometry, fat_dim=buffer.fat_dim, dtype=buffer.dtype, device=device, targets=targets, lane=lane
+    )
+    for adapter in deployment.encoders:
+        weights = BlankWeights(plain_form(adapter.weight_shapes, adapter.dtype), device)
+        runtime.add_encoder(adapter, weights, attention_block=deployment.attention_block, ranks=ONE_RANK)
+    return runtime
 
 
 def _entry(spec: GraphSpec, bucket: int) -> ManifestEntry:

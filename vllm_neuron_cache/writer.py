@@ -61,18 +61,37 @@ class EncoderCacheWriter:
 
         Raises `EncoderOutputError`, with nothing written, if there is no entry or the output does not fit it.
         """
-        entry = self._blocks.table.get(key)
-        if entry is None:
-            raise EncoderOutputError(
-                f"item {key}: the encoder returned {list(output.shape)} and no blocks are reserved", key=key
-            )
+        entry = self._entry(key, f"the encoder returned {list(output.shape)}")
         self._blocks.check_output(entry, output)
         self._stamp_blocks(entry, EMPTY_TAG, 0)
         self._write_rows(entry, output)
-        self._stamp_blocks(entry, mm_hash_fingerprint(key), tag_generation(entry.generation))
+        self.close(entry)
+
+    def open(self, key: str, num_rows: int) -> Entry:
+        """The entry of `key`, for a graph that writes `num_rows` rows into it by itself. Mutates its tags: empty.
+
+        Raises `EncoderOutputError` if there is no entry, or it has another number of rows.
+        """
+        entry = self._entry(key, f"the encoder makes {num_rows} rows")
+        if num_rows != entry.num_tokens:
+            raise EncoderOutputError(
+                f"item {key}: the encoder makes {num_rows} rows; its placeholder takes {entry.num_tokens}", key=key
+            )
+        self._stamp_blocks(entry, EMPTY_TAG, 0)
+        return entry
+
+    def close(self, entry: Entry) -> None:
+        """Every row of the entry is written. Mutates tags and entry."""
+        self._stamp_blocks(entry, mm_hash_fingerprint(entry.key), tag_generation(entry.generation))
         self._blocks.table.mark_written(entry)
         self.items_written += 1
         self.rows_written += entry.num_tokens
+
+    def _entry(self, key: str, what: str) -> Entry:
+        entry = self._blocks.table.get(key)
+        if entry is None:
+            raise EncoderOutputError(f"item {key}: {what} and no blocks are reserved", key=key)
+        return entry
 
     def _write_rows(self, entry: Entry, output: torch.Tensor) -> None:
         geometry = self._blocks.geometry

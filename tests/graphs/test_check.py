@@ -564,6 +564,17 @@ def double_precision_argument(doubles):
     return doubles.sum().float()
 
 
+_library = torch.library.Library("test_check", "FRAGMENT")
+_library.define("twice(Tensor x) -> Tensor")
+_library.impl("twice", lambda x: x + x, "CPU")
+_library.impl("twice", torch.empty_like, "Meta")
+
+
+@breaks("opaque_operator", "twice: test_check.twice is none of torch's operators, and not declared in opaque")
+def operator_of_another_library(buffer):
+    return torch.ops.test_check.twice(buffer)
+
+
 @breaks("unsupported_operator", "scatter_reduce: .*NCC_EVRF016", "unordered_scatter")
 def integers_reduced(tags, grid):
     tags.scatter_reduce_(0, grid, grid, "amax")

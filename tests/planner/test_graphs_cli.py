@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from published_configs import write_checkpoint
 from typer.testing import CliRunner
 
@@ -17,6 +18,7 @@ from vllm_neuron_cache.cli.main import app
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs import catalog, deployment
+from vllm_neuron_cache.graphs.check import check_spec
 from vllm_neuron_cache.planner.model import load_model_shape
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/graphs.md").read_text()
@@ -72,6 +74,9 @@ def test_the_configuration_decides_the_shapes(model, tmp_path):
     assert result_of(tmp_path, "list", model, "--device", "neuron")["cache"]["block_size"] == 512
     exact = json.dumps({"vllm_neuron_cache": {"encoder_cache_num_blocks_exact": 77}})
     assert result_of(tmp_path, "list", model, "--additional-config", exact)["cache"]["num_blocks"] == 77
+    in_prefill = json.dumps({"vllm_neuron_cache": {"compiled_prefill": True}})
+    graphs = result_of(tmp_path, "list", model, "--additional-config", in_prefill)["graphs"]
+    assert {row["graph"] for row in graphs} == {"encoder_write", "encoder_stamp"}
 
 
 def test_a_slightly_larger_step_needs_the_same_write_graphs(model, tmp_path):
@@ -153,3 +158,60 @@ def test_an_engine_on_neuron_that_the_merger_does_not_divide_is_refused(model):
     )
     with pytest.raises(ConfigurationError, match="multiple of 4"):
         deployment.plan_deployment(load_model_shape(model), config, max_num_batched_tokens=64, device="neuron")
+
+
+# Compiled encoders -----------------------------------------------------------------------------------------------
+
+ENCODER = {
+    "vllm_neuron_cache": {"compiled_encoder": True},
+    "encoder_neuron_config": {"encoder_attention_block_size": 256},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("Qwen3-VL-32B", {"encoder_qwen3_vl_256": [1, 2, 4]}),
+        ("Qwen3-VL-30B-A3B", {"encoder_qwen3_vl_256": [1, 2, 4]}),
+        ("Qwen2.5-VL-7B", {"encoder_qwen2_5_vl_256": [1, 2, 4]}),
+        ("Qwen2.5-Omni-7B", {"encoder_qwen2_5_vl_256": [1, 2, 4], "encoder_qwen_omni_audio_100": [1, 2, 4, 8, 16]}),
+    ],
+)
+def test_encoders_of_published_models_are_listed(tmp_path, name, graphs):
+    model = write_checkpoint(tmp_path / "model", name)
+    listed = result_of(tmp_path, "list", model, "--additional-config", json.dumps(ENCODER))
+    found = {}
+    for row in listed["graphs"]:
+        if row["graph"] not in ("encoder_write", "encoder_stamp", "merge_rows"):
+            assert row["mutates"] == ["buffer"]
+            found.setdefault(row["graph"], []).append(row["bucket"])
+    assert found == graphs
+
+
+def test_a_published_encoder_keeps_the_rules(model):
+    config = NeuronCacheConfig.from_additional_config(ENCODER)
+    planned = deployment.plan_deployment(load_model_shape(model), config, max_num_batched_tokens=4096)
+    (spec,) = (spec for spec in planned.specs if spec.name.startswith("encoder_qwen3_vl"))
+    report = check_spec(spec, 1)
+    assert list(report.aliases) == ["buffer"] and planned.buffer.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["Qwen2-VL-7B", "Qwen3-Omni-30B-A3B"])
+def test_a_model_without_a_compiled_encoder_is_refused(tmp_path, name):
+    model = write_checkpoint(tmp_path / "model", name)
+    with pytest.raises(ConfigurationError, match="has no encoder that can be compiled"):
+        run_raising("list", model, "--additional-config", json.dumps(ENCODER))
+
+
+def test_a_configuration_without_a_size_is_refused(tmp_path):
+    model = write_checkpoint(tmp_path / "model", "Qwen3-VL-32B")
+    config = json.loads((model / "config.json").read_text())
+    del config["vision_config"]["num_heads"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match="has no 'num_heads'"):
+        run_raising("list", model, "--additional-config", json.dumps(ENCODER))
+
+
+def run_raising(*arguments):
+    result = run(*arguments)
+    raise result.exception

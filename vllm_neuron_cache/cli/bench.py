@@ -20,15 +20,25 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result 
 def graphs(
     json_file: JsonFile = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement; the least time counts.")] = 9,
+    checkpoint: Annotated[Path | None, typer.Option(help="Directory of the small model.")] = None,
 ) -> None:
-    """The write and merge graphs against a memcpy of the same bytes (needs about 6 GB of memory)."""
+    """The write and merge graphs against a memcpy of the same bytes, and the vision encoder against vLLM's own (needs
+    about 6 GB of memory)."""
+    from vllm_neuron_cache.bench.encoder import bench_encoder
     from vllm_neuron_cache.bench.graphs import bench_graphs
 
     check_writable(json_file)
     with _progress() as progress:
         task = progress.add_task("Graphs")
-        result = bench_graphs(rounds=rounds, step=lambda description: progress.update(task, description=description))
-    _show("Graphs against a memcpy of the useful bytes, one thread", result)
+
+        def step(description: str) -> None:
+            progress.update(task, description=description)
+
+        result = bench_graphs(rounds=rounds, step=step)
+        encoder = bench_encoder(build_checkpoint(checkpoint), rounds=-(-rounds // 2), step=step)
+    result |= {"encoder": encoder}
+    result["recompiles_after_warmup"] += encoder.pop("recompiles_after_warmup")
+    _show("Graphs beside a memcpy of the useful bytes, and beside vLLM's encoder", result)
     if json_file is not None:
         write_json(json_file, result)
 

@@ -1,8 +1,9 @@
 """Which buffer rows go to which rows of the step, as the int32 lists that the merge graph takes.
 
-Two forms exist. Row lists name every row that moves: `src_rows[R]` and `dst_rows[R]`. The block-position form of vLLM
-Neuron names whole blocks and, for every row of each, its place in the step or a sentinel. The first moves only live
-rows; the second moves every row of every block it names.
+Three forms exist. Row lists name every row that moves: `src_rows[R]` and `dst_rows[R]`. The gather form, for a graph
+that makes the step's rows itself, has for every row of the step the buffer row that it takes, or -1. The block-position
+form of vLLM Neuron names whole blocks and, for every row of each, its place in the step or a sentinel. The first two
+move only live rows; the last moves every row of every block it names.
 """
 
 import bisect
@@ -111,6 +112,15 @@ class ReadPlanner:
         src_rows[end:bucket] = self._scratch_row
         dst_rows[end:bucket] = self._dummy_row
         return ReadPlan(end, bucket, src_rows[:bucket], dst_rows[:bucket], is_embed)
+
+
+def source_rows(plan: ReadPlan, out: np.ndarray) -> None:
+    """The gather form of a plan: for each row of the step the buffer row that it takes, -1 where it takes none.
+
+    Writes all of `out`, int32 `[max_step_tokens]`.
+    """
+    out.fill(-1)
+    out[plan.dst_rows[: plan.num_rows]] = plan.src_rows[: plan.num_rows]
 
 
 class BlockPositions(NamedTuple):

@@ -28,7 +28,11 @@ def merge_spec(buffer: BufferShape, *, num_levels: int, max_step_tokens: int) ->
     return merge_rows_spec(buckets, buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)
 
 
-def encoder_cache_specs(buffer: BufferShape, *, num_levels: int, max_step_tokens: int) -> tuple[GraphSpec, ...]:
-    """All that a worker warms up, in its order."""
-    merge = merge_spec(buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)
-    return write_spec(buffer), stamp_spec(buffer), merge
+def encoder_cache_specs(
+    buffer: BufferShape, *, num_levels: int, max_step_tokens: int, merges_in_prefill: bool = False
+) -> tuple[GraphSpec, ...]:
+    """All that a worker warms up, in its order. A model that merges in its own prefill needs no graph for it."""
+    specs = write_spec(buffer), stamp_spec(buffer)
+    if merges_in_prefill:
+        return specs
+    return *specs, merge_spec(buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)

@@ -4,6 +4,7 @@ The rules are those of the design; each is a function over the traced graph that
 one lane may still be refused, or copied, in another: here a graph has to suit all of them.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -58,14 +59,18 @@ class _Graph(NamedTuple):
     placeholders: dict[str, torch.fx.Node]
     """By flattened name of the argument."""
     chains: list[AliasChain]
+    """Without those of arguments that a declared opaque operator, and nothing else, mutates."""
     ranges: Mapping[torch.fx.Node, IndexRange]
+    opaque: frozenset[str]
+    """Declared opaque operators."""
 
     def name_of(self, placeholder: torch.fx.Node) -> str:
         return next(name for name, node in self.placeholders.items() if node is placeholder)
 
     @property
     def calls(self) -> Iterator[torch.fx.Node]:
-        return (node for node in self.nodes if node.op == "call_function")
+        """Without the declared opaque operators, and what writes their results back."""
+        return (node for node in _calls(self.nodes) if not _is_opaque(node, self.opaque))
 
 
 def check_spec(spec: GraphSpec, bucket: int) -> GraphReport:
@@ -79,7 +84,7 @@ def check_spec(spec: GraphSpec, bucket: int) -> GraphReport:
 
 def check_traced(spec: GraphSpec, graph: torch.fx.GraphModule, args: tuple[Any, ...]) -> GraphReport:
     """Checks a graph that `trace_graph` made of `spec.fn` with `args`; otherwise as `check_spec`."""
-    report = check_graph(graph, flat_names(spec.fn, args), spec.index_limits)
+    report = check_graph(graph, flat_names(spec.fn, args), spec.index_limits, spec.opaque)
     violations = [*report.violations, *alias_violations(tuple(report.aliases), spec.mutated_names(args))]
     if violations:
         raise GraphRuleError(spec.name, violations)
@@ -87,10 +92,13 @@ def check_traced(spec: GraphSpec, graph: torch.fx.GraphModule, args: tuple[Any, 
 
 
 def check_graph(
-    graph: torch.fx.GraphModule, names: Iterable[str], index_limits: Mapping[str, int] | None = None
+    graph: torch.fx.GraphModule,
+    names: Iterable[str],
+    index_limits: Mapping[str, int] | None = None,
+    opaque: frozenset[str] = frozenset(),
 ) -> GraphReport:
     """Applies every rule to a graph as `trace_graph` makes it. `names` are those of its placeholders, in order;
-    `index_limits` as in `GraphSpec`."""
+    `index_limits` and `opaque` as in `GraphSpec`."""
     nodes = list(graph.graph.nodes)
     placeholders = dict(zip(names, (node for node in nodes if node.op == "placeholder"), strict=True))
     index_limits = index_limits or {}
@@ -98,9 +106,10 @@ def check_graph(
     limits = {
         placeholders[name].name: IndexRange(0, limit - 1) for name, limit in index_limits.items() if name not in unknown
     }
-    traced = _Graph(nodes, placeholders, alias_chains(graph.graph), index_ranges(graph.graph, limits))
+    chains = [chain for chain in alias_chains(graph.graph) if not _is_opaque(chain.write_back, opaque)]
+    traced = _Graph(nodes, placeholders, chains, index_ranges(graph.graph, limits), opaque)
     return GraphReport(
-        operators=dict(sorted(Counter(str(node.target) for node in traced.calls).items())),
+        operators=dict(sorted(Counter(foreign_operator(node) or str(node.target) for node in _calls(nodes)).items())),
         aliases={name: output for output, name in enumerate(mutated_names(graph.graph, tuple(placeholders)))},
         violations=(
             *(GraphViolation("index_out_of_range", name, "has a limit and is no argument") for name in unknown),
@@ -128,6 +137,13 @@ def alias_violations(found: tuple[str, ...], declared: tuple[str, ...]) -> list[
 # The rules. Each yields the node at fault and what is wrong with it. -------------------------------------------
 
 _Found = Iterator[tuple[torch.fx.Node, str]]
+
+
+def _opaque_operator(graph: _Graph) -> _Found:
+    for node in graph.calls:
+        name = foreign_operator(node)
+        if name is not None:
+            yield node, f"{name} is none of torch's operators, and not declared in opaque"
 
 
 def _dynamic_shape(graph: _Graph) -> _Found:
@@ -253,6 +269,7 @@ def _unsupported_operator(graph: _Graph) -> _Found:
 
 
 RULES: dict[str, Callable[[_Graph], _Found]] = {
+    "opaque_operator": _opaque_operator,
     "dynamic_shape": _dynamic_shape,
     "data_dependent": _data_dependent,
     "boolean_index": _boolean_index,
@@ -267,6 +284,35 @@ RULES: dict[str, Callable[[_Graph], _Found]] = {
     "unsupported_operator": _unsupported_operator,
 }
 """Every rule, by the name that a violation gives. `alias_map` comes on top, where a spec is checked."""
+
+
+def foreign_operator(node: torch.fx.Node) -> str | None:
+    """Name, without its overload, of an operator that is not one of torch's own; None for any other node.
+
+    One that mutates arguments is in a functional graph as what a wrapper of torch's, with it as the first argument,
+    calls on copies.
+    """
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name().startswith("auto_functionalized"):
+            target = node.args[0]
+        else:
+            return f"higher_order.{target.name()}"
+    if isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims"):
+        return operator_name(target)
+    return None
+
+
+def _is_opaque(node: torch.fx.Node, opaque: frozenset[str]) -> bool:
+    """Whether a node is a declared opaque operator, or writes back what one made of an argument, as it is."""
+    if node.target is aten.copy_.default and isinstance(node.args[1], torch.fx.Node):
+        result = node.args[1]
+        return result.target is operator.getitem and foreign_operator(result.args[0]) in opaque
+    return foreign_operator(node) in opaque
+
+
+def _calls(nodes: Iterable[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+    return (node for node in nodes if node.op == "call_function")
 
 
 def _values(node: torch.fx.Node) -> list[Any]:

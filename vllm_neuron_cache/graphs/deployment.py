@@ -6,6 +6,10 @@ import torch
 
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry
+from vllm_neuron_cache.encoders.families import encoder_adapters
+from vllm_neuron_cache.encoders.interface import EncoderAdapter
+from vllm_neuron_cache.encoders.static_encoder import ONE_RANK, encoder_ladder, encoder_specs
+from vllm_neuron_cache.encoders.weights import plain_form
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.catalog import encoder_cache_specs
 from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
@@ -23,6 +27,10 @@ class Deployment(NamedTuple):
     num_levels: int
     """Deepstack levels beside the hidden state."""
     max_step_tokens: int
+    encoders: tuple[EncoderAdapter, ...]
+    """Those that are compiled, without a model behind them."""
+    attention_block: int
+    """Patches in the encoder's largest attention block."""
     specs: tuple[GraphSpec, ...]
 
 
@@ -52,5 +60,17 @@ def plan_deployment(
     )
     buffer = BufferShape(geometry.num_blocks, geometry.block_size, shape.fat_dim, getattr(torch, shape.dtype))
     levels = shape.num_deepstack_levels
-    specs = encoder_cache_specs(buffer, num_levels=levels, max_step_tokens=max_num_batched_tokens)
-    return Deployment(geometry, buffer, levels, max_num_batched_tokens, specs)
+    specs = list(
+        encoder_cache_specs(
+            buffer,
+            num_levels=levels,
+            max_step_tokens=max_num_batched_tokens,
+            merges_in_prefill=config.compiled_prefill,
+        )
+    )
+    attention_block = config.encoder.encoder_attention_block_size
+    encoders = encoder_adapters(shape.model_type, shape.towers, buffer.dtype) if config.compiled_encoder else []
+    for adapter in encoders:
+        form = plain_form(adapter.weight_shapes, adapter.dtype)
+        specs += encoder_specs(adapter, form, buffer, encoder_ladder(adapter, attention_block), ONE_RANK).values()
+    return Deployment(geometry, buffer, levels, max_num_batched_tokens, tuple(encoders), attention_block, tuple(specs))

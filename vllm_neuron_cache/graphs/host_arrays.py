@@ -13,9 +13,11 @@ class HostArrays:
     On the CPU the tensors are the arrays. On a device they are copies, and `send` is the only traffic to it in a step.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], buckets: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, arrays: Sequence[np.ndarray | torch.Tensor], buckets: Sequence[int], device: torch.device
+    ) -> None:
         """Each array has a first dimension of the largest bucket. Allocates their copies if there is a device."""
-        self._host = {bucket: tuple(torch.from_numpy(array)[:bucket] for array in arrays) for bucket in buckets}
+        self._host = {bucket: tuple(torch.as_tensor(array)[:bucket] for array in arrays) for bucket in buckets}
         self._device = self._host
         if device.type != "cpu":
             self._device = {

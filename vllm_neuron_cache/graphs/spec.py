@@ -30,6 +30,11 @@ class GraphSpec:
     index_limits: Mapping[str, int] = field(default_factory=dict)
     """For each argument that holds indices (flattened name, see `flat_names`): its values are 0 or more and below
     this. The host that makes them keeps to it; that the graph then stays in range is for the checker."""
+    opaque: frozenset[str] = frozenset()
+    """Operators outside of torch's own that the graph calls, without overload ("namespace.name"). What they do inside
+    is theirs: rules and alias proof leave them out, and not what is around them."""
+    work_bytes: int = 0
+    """Bytes that one more row in the bucket takes while the graph computes, at most; 0 for one that only moves rows."""
 
     def meta_args(self, bucket: int) -> tuple[Any, ...]:
         """`example_args` without memory."""

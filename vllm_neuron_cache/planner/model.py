@@ -1,7 +1,8 @@
 """What the planner needs to know of a model, read from its configuration files. Nothing is downloaded."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,10 @@ class ModelShape:
     """Tokens of the longest sequence, as vLLM derives it: `max_position_embeddings`."""
     stage_keys: tuple[StageKey, ...] = ()
     """What the stage cache would keep; empty for a model that is no omni pipeline."""
+    model_type: str = ""
+    """Of config.json."""
+    towers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The parts of config.json that describe encoders, by name."""
     notes: tuple[str, ...] = ()
     """Where a value is not the files' own."""
 
@@ -146,6 +151,8 @@ def load_model_shape(path: Path, *, dtype: str = "auto") -> ModelShape:
         audio=family.audio,
         max_model_len=text.size("max_position_embeddings"),
         stage_keys=_stage_keys(family, config, hidden_size, dtype),
+        model_type=family.model_type,
+        towers={name: model.values[name] for name in ("vision_config", "audio_config") if name in model.values},
         notes=tuple(notes),
     )
 

@@ -1,5 +1,6 @@
 """torch.compile's inductor, ahead of time: the default on CPU."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,6 +67,10 @@ class _Compiled(NamedTuple):
     """Whether inductor's cache on disk had the code."""
 
 
+class _KernelTaken(Exception):
+    """Ends compile_fx when the kernel is compiled."""
+
+
 def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tuple[str, ...]) -> _Compiled:
     """Compiles a graph of in-place operators, whose inputs have these names.
 
@@ -84,11 +89,11 @@ def _compile(graph: torch.fx.GraphModule, tensors: list[torch.Tensor], names: tu
         compiled = compile_fx_inner(lowered, *args, **kwargs)
         from_cache = counters["inductor"]["fxgraph_cache_hit"] > hits
         kept.append(_Compiled(compiled.current_callable, aliases, from_cache))
-        return compiled
+        raise _KernelTaken
 
     # AOTAutograd's cache would return the wrapped result of an earlier process without compiling, and keep nothing.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        # compile_fx finishes its work in the first call.
+    with torch._functorch.config.patch(enable_autograd_cache=False), contextlib.suppress(_KernelTaken):
+        # compile_fx finishes its work in the first call, which would then run the kernel: an encoder takes its time.
         compile_fx(graph, tensors, inner_compile=keep_kernel)(*tensors)
     (compiled,) = kept
     return compiled

@@ -5,13 +5,14 @@ import hashlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_neuron_cache.errors import ConfigurationError, GraphRuleError, GraphViolation
+from vllm_neuron_cache.graphs.aliases import alias_chains
 from vllm_neuron_cache.graphs.functional import mutated_positions, return_new_values
 from vllm_neuron_cache.graphs.lanes.base import CompiledGraph, Lane, Lowered
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten, unflatten
@@ -64,15 +65,15 @@ class AliasProof(NamedTuple):
     temp_bytes: int
     """Bytes that it allocates while it runs."""
     temp_limit: int
-    """What it may allocate: less than the smallest mutated argument, or else twice the rows it moves and its indices.
-    A merge holds its rows as it gathered them and once more apart by level, which for a full step is more than its
-    targets."""
+    """What it may allocate: less than the smallest mutated argument, or else what the spec says that its computation
+    takes, or twice the rows it moves and its indices. A merge holds its rows as it gathered them and once more apart by
+    level, which for a full step is more than its targets."""
     whole_buffer_copies: tuple[str, ...]
     """Copies in it, outside of its fusions, of the shape and dtype of a mutated argument."""
     stable_pointers: bool
     """Whether a run left every new value at the address of the argument."""
     moved_as_bits: bool
-    """Whether bfloat16 was lowered as int16, see `XlaLane`."""
+    """Whether mutated arguments of bfloat16 were lowered as int16, see `XlaLane`."""
     stablehlo_sha256: str
 
     @property
@@ -114,8 +115,9 @@ class XlaLane(Lane):
     It proves and is slow: each call copies the mutated arguments into jax's memory and their new values back.
 
     XLA's CPU backend computes bfloat16 in float32 and copies whole buffers for it, which a device does not. A graph
-    that only moves rows takes bfloat16 as int16 instead, which is the same bit for bit. In any other bfloat16 graph
-    results are right and the proof fails: lower that in float32.
+    that only moves rows takes bfloat16 as int16 instead, and one that computes takes the arguments it scatters into as
+    int16, and the rows for them by their bits: the same results, bit for bit. Where a graph does anything else with
+    such an argument, results are right and the proof fails.
 
     XLA sees the graph after functionalization, so a plain view of an argument is written in place here; that no view
     is mutated is a rule of `graphs.check`. Torch's one name for a device of another maker (PrivateUse1) goes to torchax
@@ -139,10 +141,15 @@ class XlaLane(Lane):
         tensors = list(flatten(example_args))
         _refuse_64_bits(name, names, tensors)
         graph = trace_graph(spec.name, spec.fn, example_args)
-        bits = torch.bfloat16 in {tensor.dtype for tensor in tensors} and _only_moves(graph.graph)
-        moved = [_bits(tensor) for tensor in tensors] if bits else tensors
-        if bits:
-            graph = trace_graph(spec.name, spec.fn, unflatten(moved, example_args))
+        as_bits: tuple[int, ...] = ()
+        if torch.bfloat16 in {tensor.dtype for tensor in tensors}:
+            if _only_moves(graph.graph):
+                as_bits = tuple(range(len(tensors)))
+                moved = unflatten([_bits(tensor) for tensor in tensors], example_args)
+                graph = trace_graph(spec.name, spec.fn, moved)
+            else:
+                as_bits = _scatter_bits(graph, self._bits_of)
+        moved = [_bits(tensor) if at in as_bits else tensor for at, tensor in enumerate(tensors)]
         mutated = mutated_positions(graph.graph)
         donated = self._donated(graph.graph)
         return_new_values(graph)
@@ -152,12 +159,12 @@ class XlaLane(Lane):
         aliases = {names[argument]: output for argument, output in _aliasing_outputs(text).items()}
         compiled = lowered.compile()
         self.num_compiled += 1
-        kernel = _Kernel(self._jax, self._device, compiled, mutated, donated, bits)
+        kernel = _Kernel(self._jax, self._device, compiled, mutated, donated, as_bits)
 
         declared = spec.mutated_names(example_args)
         sizes = {name: tensor.nbytes for name, tensor in zip(names, tensors)}
         index_bytes = sum(size for name, size in sizes.items() if name in spec.index_limits)
-        row_bytes = 2 * spec.bytes_per_row * bucket + index_bytes + _ALIGNMENT_BYTES
+        row_bytes = (2 * spec.bytes_per_row + spec.work_bytes) * bucket + index_bytes + _ALIGNMENT_BYTES
         memory = compiled.memory_analysis()
         self.proofs[spec.name, bucket] = AliasProof(
             graph=name,
@@ -168,12 +175,16 @@ class XlaLane(Lane):
             temp_limit=max(min((sizes.get(name, 0) for name in declared), default=0) - 1, row_bytes),
             whole_buffer_copies=_copies(compiled.as_text(), [moved[at] for at in mutated]),
             stable_pointers=kernel.run(tensors).stable_pointers,
-            moved_as_bits=bits,
+            moved_as_bits=bool(as_bits),
             stablehlo_sha256=hashlib.sha256(text.encode()).hexdigest(),
         )
         if self._strict and set(aliases) == set(declared):  # of another set `lower` itself has to say
             self.proofs[spec.name, bucket].require()
         return Lowered(CompiledGraph(self, name, kernel, tensors), tuple(aliases))
+
+    def _bits_of(self, rows: Any) -> Any:
+        # torchax takes aten.view for a reshape, also the one that looks at bits.
+        return self._torchax.interop.call_jax(lambda array: array.view("int16"), rows)
 
     def _donated(self, graph: torch.fx.Graph) -> tuple[int, ...]:
         """Positions of the arguments whose memory the outputs may take; a test that lies about it shows the proof."""
@@ -211,7 +222,8 @@ class _Kernel:
     compiled: Any
     mutated: tuple[int, ...]
     donated: tuple[int, ...]
-    bits: bool
+    as_bits: tuple[int, ...]
+    """Positions of the arguments that are lowered as int16 where they are bfloat16."""
 
     def __call__(self, tensors: list[torch.Tensor]) -> Any:
         outputs = self.run(tensors).outputs
@@ -222,17 +234,20 @@ class _Kernel:
 
     def run(self, tensors: list[torch.Tensor]) -> _Run:
         """One run, which changes none of the tensors."""
-        arrays = [self.to_jax(tensor, at in self.donated) for at, tensor in enumerate(tensors)]
+        arrays = [
+            self.to_jax(tensor, donated=at in self.donated, as_bits=at in self.as_bits)
+            for at, tensor in enumerate(tensors)
+        ]
         before = [arrays[at].unsafe_buffer_pointer() for at in self.mutated]
         outputs = list(self.compiled(*arrays))
         after = [output.unsafe_buffer_pointer() for output in outputs[: len(self.mutated)]]
         self.jax.block_until_ready(outputs)
         return _Run(outputs, before == after)
 
-    def to_jax(self, tensor: torch.Tensor, donated: bool) -> Any:
+    def to_jax(self, tensor: torch.Tensor, *, donated: bool, as_bits: bool) -> Any:
         """The tensor's memory as an array, or a copy of it where the graph may write there."""
         array = _bits(tensor.detach()).numpy()
-        if tensor.dtype is torch.bfloat16 and not self.bits:
+        if tensor.dtype is torch.bfloat16 and not as_bits:
             array = array.view(self.jax.numpy.bfloat16)
         if donated:
             # Not device_put, which lends numpy's memory whatever it is told, and XLA copies what it does not own.
@@ -341,6 +356,27 @@ def _only_moves(graph: torch.fx.Graph) -> bool:
     (output,) = (node for node in graph.nodes if node.op == "output")
     calls = (node for node in graph.nodes if node.op == "call_function")
     return not output.all_input_nodes and all(node.target in _MOVES for node in calls)
+
+
+def _scatter_bits(graph: torch.fx.GraphModule, bits_of: Callable[[Any], Any]) -> tuple[int, ...]:
+    """Has the graph scatter bits of bfloat16 where it scatters such rows into an argument, and does nothing else with
+    it. Returns the positions of those arguments, which it takes as int16 now. Mutates the graph."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found = []
+    for chain in alias_chains(graph.graph):
+        scattered = chain.reaches_target and not chain.views and not chain.other_readers
+        # Neither read nor returned, before or after.
+        unseen = all(len(update.users) == 1 and update.target is aten.index_put.default for update in chain.updates)
+        unseen = unseen and not chain.write_back.users
+        if chain.target.meta["val"].dtype is not torch.bfloat16 or not (scattered and unseen):
+            continue
+        for update in chain.updates:
+            with graph.graph.inserting_before(update):
+                bits = graph.graph.call_function(bits_of, (update.args[2],))
+            update.args = (*update.args[:2], bits, *update.args[3:])
+        found.append(placeholders.index(chain.target))
+    graph.recompile()
+    return tuple(found)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

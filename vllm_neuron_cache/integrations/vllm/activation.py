@@ -97,6 +97,13 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
         yield "encoder disaggregation (ec_transfer_config)", "Remove ec_transfer_config"
     if model.enable_prompt_embeds:
         yield "prompt embeddings (enable_prompt_embeds)", "Set enable_prompt_embeds to false"
+    config = NeuronCacheConfig.from_additional_config(vllm_config.additional_config)
+    if config.compiled_encoder and vllm_config.lora_config and vllm_config.lora_config.enable_tower_connector_lora:
+        # vLLM's adapter layers take the adapter of each row from a table in the order of the requests.
+        yield (
+            "adapters in a compiled encoder (enable_tower_connector_lora and compiled_encoder)",
+            "Set vllm_neuron_cache.compiled_encoder to false, or enable_tower_connector_lora",
+        )
     if getattr(model.multimodal_config, "video_pruning_rate", None):
         yield "video pruning (video_pruning_rate)", "Remove video_pruning_rate"
 

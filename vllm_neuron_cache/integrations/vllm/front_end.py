@@ -13,12 +13,18 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
+from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.errors import ItemTooLargeError
 from vllm_neuron_cache.integrations.vllm import unsent_media
 from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
-from vllm_neuron_cache.integrations.vllm.geometry import max_item_tokens, placeholder_layout, resolve_geometry
+from vllm_neuron_cache.integrations.vllm.geometry import (
+    largest_segment_tokens,
+    max_item_tokens,
+    placeholder_layout,
+    resolve_geometry,
+)
 from vllm_neuron_cache.integrations.vllm.hooks import wrap_once
 from vllm_neuron_cache.integrations.vllm.media_ids import Arrival, IdMemory, SaltedIds, mapping_hashes
 
@@ -61,19 +67,37 @@ def refuse_too_large(
     """
     geometry = resolve_geometry(vllm_config)
     max_tokens = max_item_tokens(vllm_config)
+    max_segment_tokens = geometry.encoder_block_size if _encodes_in_blocks(vllm_config) else None
     places, first = [], ""
     for modality, positions in placeholders.items():
         for index, position in enumerate(positions):
             num_tokens = position.get_num_embeds()
             num_blocks = placeholder_layout(modality, position, geometry).num_blocks
-            if num_blocks <= geometry.num_item_blocks and num_tokens <= max_tokens:
+            largest = largest_segment_tokens(modality, position, vllm_config)
+            if num_blocks > geometry.num_item_blocks or num_tokens > max_tokens:
+                text = _too_large(modality, index, num_tokens, num_blocks, geometry, max_tokens)
+            elif max_segment_tokens is not None and largest is not None and largest > max_segment_tokens:
+                text = _above_attention_block(modality, index, largest, max_segment_tokens)
+            else:
                 continue
             places.append((modality, index))
-            first = first or _too_large(modality, index, num_tokens, num_blocks, geometry, max_tokens)
+            first = first or text
             if counters is not None:
                 counters.of(modality).refusals += 1
     if places:
         raise ItemTooLargeRefusal(first, places=places)
+
+
+def _encodes_in_blocks(vllm_config: VllmConfig) -> bool:
+    return NeuronCacheConfig.from_additional_config(vllm_config.additional_config).compiled_encoder
+
+
+def _above_attention_block(modality: str, index: int, num_tokens: int, max_tokens: int) -> str:
+    return (
+        f"{modality} {index} of the prompt has {'a frame of ' if modality == 'video' else ''}{num_tokens} token rows, "
+        f"and an attention block of the compiled encoder takes {max_tokens}. Send smaller media, or raise "
+        "encoder_attention_block_size."
+    )
 
 
 def _too_large(

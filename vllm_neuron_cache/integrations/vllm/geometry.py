@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.item import ItemLayout, item_layout, mask_runs
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry, cache_geometry, num_blocks_needed
+from vllm_neuron_cache.planner.families import FAMILIES
 
 logger = init_logger("vllm.neuron_cache")
 
@@ -28,8 +29,9 @@ def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
     resolved = vllm_config.ec_manager_config.manager_config
     if "num_blocks" not in resolved:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
+        config = NeuronCacheConfig.from_additional_config(vllm_config.additional_config)
         geometry = cache_geometry(
-            NeuronCacheConfig.from_additional_config(vllm_config.additional_config),
+            config,
             merge_factor=merge_factor(vllm_config),
             encoder_cache_size=budget.encoder_cache_size,
             largest_item_tokens=budget.mm_max_toks_per_item.values(),
@@ -37,6 +39,7 @@ def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
             smallest_item_tokens=None if current_platform.device_type == "neuron" else smallest_image_tokens(budget),
         )
         _warn_if_too_small(geometry, budget)
+        _warn_of_attention_block(geometry, budget, config)
         resolved.update(geometry._asdict())
         resolved[_MAX_ITEM_TOKENS] = min(budget.encoder_compute_budget, budget.encoder_cache_size)
     return CacheGeometry(**{name: resolved[name] for name in CacheGeometry._fields})
@@ -64,6 +67,21 @@ def placeholder_layout(modality: str, position: PlaceholderRange, geometry: Cach
         block_size=geometry.block_size,
         max_blocks=geometry.num_item_blocks,
     )
+
+
+def largest_segment_tokens(modality: str, position: PlaceholderRange, vllm_config: VllmConfig) -> int | None:
+    """Token rows of an image, or of a video's largest frame, which a vision encoder attends over as one. None where the
+    placeholder does not tell: in a model whose frames follow one another without text in between, and of sound."""
+    if modality == "image":
+        return position.get_num_embeds()
+    if modality == "video" and position.is_embed is not None and _frames_apart(vllm_config):
+        return max(mask_runs(position.is_embed.numpy()), default=None)
+    return None
+
+
+def _frames_apart(vllm_config: VllmConfig) -> bool:
+    model_type = vllm_config.model_config.hf_config.model_type
+    return any(family.frames_apart and family.model_type == model_type for family in FAMILIES)
 
 
 def smallest_image_tokens(budget: MultiModalBudget) -> int | None:
@@ -103,4 +121,17 @@ def _warn_if_too_small(geometry: CacheGeometry, budget: MultiModalBudget) -> Non
             needed,
             geometry.num_item_blocks,
             geometry.num_item_blocks * geometry.block_size,
+        )
+
+
+def _warn_of_attention_block(geometry: CacheGeometry, budget: MultiModalBudget, config: NeuronCacheConfig) -> None:
+    largest = budget.mm_max_toks_per_item.get("image", 0)
+    if config.compiled_encoder and largest > geometry.encoder_block_size:
+        logger.warning(
+            "Encoder cache: the compiled encoder's attention block takes %d patches, and the processor makes images of "
+            "up to %d. Requests with an image above %d token rows will be refused; raise encoder_attention_block_size "
+            "to serve them.",
+            config.encoder.encoder_attention_block_size,
+            largest * config.encoder.encoder_attention_block_size // geometry.encoder_block_size,
+            geometry.encoder_block_size,
         )

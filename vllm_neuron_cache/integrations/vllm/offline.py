@@ -119,6 +119,14 @@ class OfflineEngine:
             return outputs
 
         self.runner.model.embed_multimodal = counting
+        if hasattr(self.runner, "encode_compiled"):
+            encode = self.runner.encode_compiled
+
+            def counting_compiled(items: Sequence[Any]) -> None:
+                encode(items)
+                self.encoder_runs += len(items)
+
+            self.runner.encode_compiled = counting_compiled
 
 
 @contextmanager

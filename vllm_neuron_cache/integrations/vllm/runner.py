@@ -25,9 +25,12 @@ from vllm_neuron_cache.errors import (
     StepProtocolError,
 )
 from vllm_neuron_cache.graphs.lanes import make_lane
+from vllm_neuron_cache.integrations.vllm.compiled_encoder import CompiledEncoders, CompiledItem, without
 from vllm_neuron_cache.integrations.vllm.geometry import resolve_geometry
 from vllm_neuron_cache.integrations.vllm.metadata import BlockCacheMetadata, attach_report
+from vllm_neuron_cache.integrations.vllm.prefill import merge_in_forward
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
+from vllm_neuron_cache.source_rows import SourceRows
 
 logger = init_logger("vllm.neuron_cache")
 
@@ -71,8 +74,10 @@ class BlockRunnerMixin:
         """
         geometry = resolve_geometry(self.vllm_config)
         fat_dim = self._encoder_width or self._measure_encoder_width()
-        targets = self._take_over_merge_targets(fat_dim)
         config = NeuronCacheConfig.from_additional_config(self.vllm_config.additional_config)
+        num_levels = self._require_known_merge(fat_dim)
+        self._source_rows = SourceRows(self.max_num_tokens, self.device) if config.compiled_prefill else None
+        targets = self._source_rows or self._take_over_merge_targets(num_levels)
         self._encoder_runtime = EncoderCacheRuntime(
             geometry,
             fat_dim=fat_dim,
@@ -81,6 +86,13 @@ class BlockRunnerMixin:
             targets=targets,
             lane=make_lane(config.lane),
         )
+        if self._source_rows is not None:
+            self._merge_in_forward()
+        self._compiled_encoders: CompiledEncoders | None = None
+        if config.compiled_encoder:
+            self._compiled_encoders = CompiledEncoders(
+                self.model, self._encoder_runtime, self.vllm_config, config.encoder.encoder_attention_block_size
+            )
         self._read_plan: ReadPlan | None = None
         self._report = ReportBuilder()
         self._follow_weights()
@@ -122,7 +134,7 @@ class BlockRunnerMixin:
     def _execute_mm_encoder(self, scheduler_output: Any) -> list[torch.Tensor]:
         """Encodes all items of the step together; if that fails, each by itself, so that only the guilty one fails."""
         try:
-            return super()._execute_mm_encoder(scheduler_output)
+            return self._encode(scheduler_output)
         except Exception as error:
             if not self._only_an_item_failed(error):
                 self._log_items_of_failed_encoder(scheduler_output, error)
@@ -132,7 +144,7 @@ class BlockRunnerMixin:
             for input_id in input_ids:
                 alone = replace(scheduler_output, scheduled_encoder_inputs={request_id: [input_id]})
                 try:
-                    outputs += super()._execute_mm_encoder(alone)
+                    outputs += self._encode(alone)
                 except Exception as error:
                     if not self._only_an_item_failed(error):
                         raise
@@ -144,6 +156,28 @@ class BlockRunnerMixin:
                     )
                     self._report.fail_item(feature.identifier)
         return outputs
+
+    def _encode(self, scheduler_output: Any) -> list[torch.Tensor]:
+        """Encodes what has a compiled encoder, which writes rows by itself, and has vLLM do the others. Returns the
+        output of those."""
+        if self._compiled_encoders is not None and scheduler_output.scheduled_encoder_inputs:
+            items = self._compiled_encoders.of_step(self.requests, scheduler_output)
+            self.encode_compiled(items)
+            scheduler_output = without(scheduler_output, items)
+        return super()._execute_mm_encoder(scheduler_output)
+
+    def encode_compiled(self, items: Sequence[CompiledItem]) -> None:
+        encoders = dict.fromkeys(item.encoder for item in items)
+        for encoder in encoders:
+            own = [item for item in items if item.encoder is encoder]
+            refs = [(item.request_id, None) for item in own]
+            with self.timed_encoder_operation(self._times_encoder, refs, 0, len(own)):
+                for key in self._encoder_runtime.encode(encoder, {item.key: item.item for item in own}):
+                    self._report.fail_item(key)
+
+    @property
+    def _times_encoder(self) -> bool:
+        return bool(self.observability_config and self.observability_config.enable_mm_processor_stats)
 
     def _cache_encoder_output(self, mm_hash: str, output: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         try:
@@ -165,14 +199,25 @@ class BlockRunnerMixin:
         return [], torch.from_numpy(self._read_plan.is_embed)
 
     def _prepare_mm_inputs(self, num_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Called when text is embedded and copied into `inputs_embeds`: the cached rows go over it now."""
+        """Called when text is embedded and copied into `inputs_embeds`: the cached rows go over it now.
+
+        Where the model merges in its own forward, embeddings are of width 0, and it gets the rows to take instead.
+        """
         if self._read_plan is not None:
             plan, self._read_plan = self._read_plan, None
             self._encoder_runtime.merge(plan)
-            if self._has_deepstack:
+            if self._has_deepstack and self._source_rows is None:
                 # The model adds, and then clears, this many rows of its deepstack buffers.
                 self.model.deepstack_input_embeds_num_tokens = len(plan.is_embed)
-        return super()._prepare_mm_inputs(num_tokens)
+        input_ids, inputs_embeds = super()._prepare_mm_inputs(num_tokens)
+        return input_ids, inputs_embeds if self._source_rows is None else self._source_rows.take(num_tokens)
+
+    def profile_run(self) -> None:
+        """Runs, and so compiles, the forward for steps of text; then that with the merge, if it is another one."""
+        super().profile_run()
+        if self._source_rows is not None:
+            self._source_rows.fill_with_text()
+            self._dummy_run(self.max_num_tokens, is_profile=True)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         return self._with_report(super().execute_model(*args, **kwargs))
@@ -208,6 +253,8 @@ class BlockRunnerMixin:
     def note_weights_changed(self) -> None:
         """Drops every entry, because the encoder would not write the same rows again."""
         self._encoder_runtime.clear()
+        if self._compiled_encoders is not None:
+            self._compiled_encoders.forget_weights()
         self._report.note_weights_changed()
 
     def _follow_weights(self) -> None:
@@ -358,8 +405,8 @@ class BlockRunnerMixin:
                 limits[modality] = configured
         return self.model.embed_multimodal(**probe)[0]
 
-    def _take_over_merge_targets(self, fat_dim: int) -> MergeTargets:
-        """Replaces vLLM's and the model's input buffers by views of tensors with one row more, the dummy row."""
+    def _require_known_merge(self, fat_dim: int) -> int:
+        """The number of deepstack levels. Raises `ConfigurationError` for a model or rows whose merge is not known."""
         model = self.model
         width = self.inputs_embeds_size
         num_levels = len(getattr(model, "deepstack_input_embeds", ()))
@@ -375,6 +422,18 @@ class BlockRunnerMixin:
                 f"{1 + num_levels} levels of {width}, {width * (1 + num_levels)} in all. Remove the vllm_neuron_cache "
                 "key to serve it with vLLM's own cache."
             )
+        return num_levels
+
+    def _merge_in_forward(self) -> None:
+        """Has the model merge in its forward. vLLM's buffer for embeddings goes: it copies rows of width 0."""
+        merge_in_forward(self.model, self.vllm_config, self._encoder_runtime.blocks.buffer)
+        self.inputs_embeds.gpu = self.inputs_embeds.cpu = torch.zeros(
+            self.max_num_tokens, 0, dtype=self.dtype, device=self.device
+        )
+
+    def _take_over_merge_targets(self, num_levels: int) -> MergeTargets:
+        """Replaces vLLM's and the model's input buffers by views of tensors with one row more, the dummy row."""
+        width = self.inputs_embeds_size
 
         def target() -> torch.Tensor:
             return torch.zeros(self.max_num_tokens + 1, width, dtype=self.dtype, device=self.device)
@@ -385,7 +444,7 @@ class BlockRunnerMixin:
             self.inputs_embeds.cpu = self.inputs_embeds.gpu
         deepstack = tuple(target() for _ in range(num_levels))
         if self._has_deepstack:
-            model.deepstack_input_embeds = [level[:-1] for level in deepstack]
+            self.model.deepstack_input_embeds = [level[:-1] for level in deepstack]
         return MergeTargets(hidden, deepstack)
 
 
