@@ -116,6 +116,8 @@ def test_bench_graphs(tmp_path):
     # Not a bound, which belongs to a quiet machine: the usual form is slower by an order of magnitude.
     assert values["merge_usual"]["inductor"] > 3 * values["merge_split"]["ratio_memcpy"]
     assert values["recompiles_after_warmup"] == 0
+    encoder = values["encoder"]
+    assert encoder["ratio_stock"] > 0 and encoder["mixed"]["padding_ratio"] > 1 > encoder["write_share"] > 0
     assert set(values["lanes"]) == set(LANES)
     assert all(lane["equals_eager"] for lane in values["lanes"].values() if "missing" not in lane)
 

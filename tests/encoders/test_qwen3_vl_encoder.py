@@ -251,6 +251,16 @@ def zeroed_deepstack_merger(loaded, rank, patch):
     rank.weights._tensors = tuple(tensors)
 
 
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 2), (16, 16), (24, 20), (38, 64)])
+def test_tables_made_on_the_host_are_those_of_the_tower(loaded, height, width):
+    tower, grid = loaded.tower, [[1, height, width]]
+    adapter = Qwen3VLEncoder(loaded.config, dtype=torch.float32, tower=tower)
+    positions, cos, sin = adapter._frame_tables(height, width)
+    torch.testing.assert_close(positions, tower.fast_pos_embed_interpolate(grid), rtol=1e-5, atol=1e-6)
+    right_cos, right_sin = tower.rot_pos_emb(grid)
+    assert torch.equal(cos, right_cos) and torch.equal(sin, right_sin)
+
+
 CONTROLS = {
     "no mask": no_mask,
     "frames as one segment": one_segment_for_all_frames,
@@ -337,21 +347,16 @@ class SmallTower(torch.nn.Module):
                 module = getattr(module, part)
             tensor = torch.randn(shape, generator=generator) * 0.3
             setattr(module, kind, torch.nn.Parameter(tensor, requires_grad=False))
-
-    def fast_pos_embed_interpolate(self, grid):
-        ((_, height, width),) = grid
-        return torch.randn(height * width, SMALL.hidden_size, generator=torch.Generator().manual_seed(height))
-
-    def rot_pos_emb(self, grid):
-        ((_, height, width),) = grid
-        angles = torch.rand(height * width, SMALL.hidden_size // SMALL.num_heads // 2)
-        return angles.cos(), angles.sin()
+            module.eps = 1e-6
+        self.pos_embed = torch.nn.Embedding(64, SMALL.hidden_size)
+        angles = torch.rand(64, SMALL.hidden_size // SMALL.num_heads // 4, generator=generator)
+        self.rotary_pos_emb = torch.nn.Module()
+        self.rotary_pos_emb.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def small_adapter(dtype: torch.dtype = torch.float32) -> Qwen3VLEncoder:
-    adapter = Qwen3VLEncoder(SMALL, dtype=dtype)
-    adapter.tower = SmallTower(adapter.weight_shapes).to(dtype)
-    return adapter
+    shapes = Qwen3VLEncoder(SMALL, dtype=dtype).weight_shapes
+    return Qwen3VLEncoder(SMALL, dtype=dtype, tower=SmallTower(shapes).to(dtype))
 
 
 def small_spec(dtype=torch.float32, adapter=None, **arguments):

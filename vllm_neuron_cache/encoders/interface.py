@@ -35,7 +35,7 @@ class EncoderItem(NamedTuple):
 
     segments: tuple[int, ...]
     """Positions of each segment, in the order of the item's rows. A segment is what attends to itself alone: an image,
-    a frame of a video, a chunk of sound."""
+    a frame of a video, a chunk of sound. Where several may share a block, each is a multiple of `positions_per_row`."""
     inputs: Callable[[int], tuple[torch.Tensor, ...]]
     """The inputs of a segment, by its number: one tensor `[positions * per_position, width]` or shorter for each of
     `EncoderAdapter.inputs`. Rows that are missing are zero."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_neuron_cache.encoders.attention import attend, halving_blocks, rotate, segment_mask
 from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderInput, EncoderItem
 from vllm_neuron_cache.encoders.layers import ACTIVATIONS, clamp_float16, linear_shapes
-from vllm_neuron_cache.encoders.vision import VisionItems
+from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, rotary_tables
 from vllm_neuron_cache.encoders.weights import BoundWeights, Shapes
 
 
@@ -54,6 +54,7 @@ class Qwen2_5VLEncoder(EncoderAdapter):
         # 8 C^2 + 6 C I operations for each position, 4 C for each pair of them, windows or not.
         self.attention_cost = 2 / (4 * config.hidden_size + 3 * config.intermediate_size)
         self._items = VisionItems(self._frame_tables, self._normalise)
+        self._host = HostTables(tower)
 
     def _shapes(self, config: Any, patch: int, ranks: int) -> Shapes:
         hidden, merged = self._hidden, self._hidden * self.positions_per_row
@@ -107,6 +108,7 @@ class Qwen2_5VLEncoder(EncoderAdapter):
 
     def forget(self) -> None:
         self._items.forget()
+        self._host.forget()
 
     def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
         """Pixels as the tower's first layer takes them: vLLM has Qwen2.5-VL's tower scale them, not the processor."""
@@ -119,9 +121,8 @@ class Qwen2_5VLEncoder(EncoderAdapter):
 
     def _frame_tables(self, height: int, width: int) -> tuple[torch.Tensor, ...]:
         """What the host prepares for a frame of that many patches, in the order of the merger."""
-        # One row for each merged cell, of one table for each of its patches.
-        cos, sin = (table.flatten(0, 1) for table in self.tower.rotary_pos_emb_thw(1, height, width))
-        return self.window_ids(height, width), cos, sin
+        tables = rotary_tables(self._host.cos_sin, height, width, self._merge_size)
+        return self.window_ids(height, width), *tables
 
     def window_ids(self, height: int, width: int) -> torch.Tensor:
         """int32 `[height * width]`: the number of each patch's window within its frame, in the order of the merger.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_neuron_cache.encoders.attention import attend, halving_blocks, rotate, segment_mask
 from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderInput, EncoderItem
 from vllm_neuron_cache.encoders.layers import ACTIVATIONS, linear_shapes, norm_shapes
-from vllm_neuron_cache.encoders.vision import VisionItems
+from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, interpolated_positions, rotary_tables
 from vllm_neuron_cache.encoders.weights import BoundWeights, Shapes
 
 
@@ -28,6 +28,7 @@ class Qwen3VLEncoder(EncoderAdapter):
         """`config` is the model's `vision_config`. `tensor_parallel_size`: over how many ranks the tower's layers are
         cut."""
         super().__init__(dtype, tower)
+        self._merge_size = config.spatial_merge_size
         self.positions_per_row = config.spatial_merge_size**2
         self._hidden = config.hidden_size
         self._heads = config.num_heads // tensor_parallel_size
@@ -36,7 +37,8 @@ class Qwen3VLEncoder(EncoderAdapter):
         self._deepstack = tuple(config.deepstack_visual_indexes)
         self._inner = config.intermediate_size // tensor_parallel_size
         self._activation = ACTIVATIONS[config.hidden_act]
-        self._eps = 1e-6  # of vLLM's layers too
+        # The language model's part of the configuration may have another; the published models do not.
+        self._eps = 1e-6 if tower is None else tower.get_submodule("blocks.0.norm1").eps
         self.fat_dim = config.out_hidden_size * (1 + len(self._deepstack))
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.inputs = (
@@ -49,6 +51,7 @@ class Qwen3VLEncoder(EncoderAdapter):
         # 24 C^2 operations for each position, 4 C for each pair of them.
         self.attention_cost = 1 / (6 * self._hidden)
         self._items = VisionItems(self._frame_tables)
+        self._host = HostTables(tower)
 
     def _shapes(self, config: Any, patch: int, ranks: int) -> Shapes:
         hidden, merged = self._hidden, self._hidden * self.positions_per_row
@@ -113,8 +116,9 @@ class Qwen3VLEncoder(EncoderAdapter):
 
     def forget(self) -> None:
         self._items.forget()
+        self._host.forget()
 
     def _frame_tables(self, height: int, width: int) -> tuple[torch.Tensor, ...]:
         """What the host prepares for a frame of that many patches, in the order of the merger."""
-        grid = [[1, height, width]]
-        return self.tower.fast_pos_embed_interpolate(grid), *self.tower.rot_pos_emb(grid)
+        positions = interpolated_positions(self._host.positions, height, width, self._merge_size)
+        return positions, *rotary_tables(self._host.cos_sin, height, width, self._merge_size)

@@ -1,10 +1,12 @@
 """Items of Qwen's vision processors: images and videos as patches in the order of the merger."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vllm_neuron_cache.encoders.interface import EncoderItem
 
@@ -48,3 +50,60 @@ class VisionItems:
     def forget(self) -> None:
         """Drops the tables."""
         self._tables.cache_clear()
+
+
+def merge_order(height: int, width: int, merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 row and column of each patch of a frame, `[height * width]`, in the order of the merger: the patches that
+    become one token follow one another."""
+    grid = torch.arange(height * width).view(height // merge_size, merge_size, width // merge_size, merge_size)
+    order = grid.transpose(1, 2).flatten()
+    return order // width, order % width
+
+
+def rotary_tables(cos_sin: torch.Tensor, height: int, width: int, merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin `[height * width, head_dim / 2]` of a frame's patches: those of the row, then those of the column.
+
+    `cos_sin` `[positions, head_dim / 2]` is a rotary embedding's table for a quarter of the head each, cos and sin side
+    by side.
+    """
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    rows, columns = merge_order(height, width, merge_size)
+    return torch.cat((cos[rows], cos[columns]), dim=-1), torch.cat((sin[rows], sin[columns]), dim=-1)
+
+
+def interpolated_positions(table: torch.Tensor, height: int, width: int, merge_size: int) -> torch.Tensor:
+    """float32 `[height * width, C]`: position embeddings of a square grid, `[side * side, C]`, stretched over a frame
+    corner to corner, bilinearly."""
+    side = math.isqrt(len(table))
+    square = table.float().T.view(1, -1, side, side)
+    stretched = F.interpolate(square, size=(height, width), mode="bilinear", align_corners=True)[0]
+    rows, columns = merge_order(height, width, merge_size)
+    return stretched[:, rows, columns].T
+
+
+class HostTables:
+    """A tower's tables on the host, whatever device the tower is on: a picture of a new size then needs nothing of the
+    device. Copied at first use, and after `forget`."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @property
+    def cos_sin(self) -> torch.Tensor:
+        """Of the rotary embedding."""
+        return self._copy("cos_sin", lambda: self._tower.rotary_pos_emb.cos_sin_cache)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Weights of the position embeddings."""
+        return self._copy("positions", lambda: self._tower.pos_embed.weight)
+
+    def forget(self) -> None:
+        """The tower has other weights now."""
+        self._copies.clear()
+
+    def _copy(self, name: str, table: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if name not in self._copies:
+            self._copies[name] = table().detach().cpu()
+        return self._copies[name]

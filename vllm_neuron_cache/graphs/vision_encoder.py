@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm_neuron_cache.encoders.interface import EncoderAdapter
-from vllm_neuron_cache.encoders.weights import WeightForm
+from vllm_neuron_cache.encoders.weights import WeightForm, plain_form
 from vllm_neuron_cache.graphs.encoder_write import encoder_write
 from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
 
@@ -74,7 +74,7 @@ def encoder_spec(
         fn=encode,
         mutates=("buffer",),
         buckets=buckets,
-        bytes_per_row=form.num_bytes + positions * adapter.inputs[0].width * adapter.dtype.itemsize,
+        bytes_per_row=plain_form(adapter.weight_shapes, adapter.dtype).num_bytes,
         example_args=example_args,
         index_limits={"block_ids": buffer.num_blocks, "block_rows": buffer.block_size},
         opaque=_COLLECTIVES if gather is not None else frozenset(),

@@ -89,6 +89,8 @@ def refuse_too_large(
 
 
 def _encodes_in_blocks(vllm_config: VllmConfig) -> bool:
+    if vllm_config.model_config.multimodal_config.enable_mm_embeds:
+        return False  # a placeholder does not tell whether its rows came ready-made; the worker does
     return NeuronCacheConfig.from_additional_config(vllm_config.additional_config).compiled_encoder
 
 
