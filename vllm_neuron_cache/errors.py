@@ -89,6 +89,11 @@ class IntegrityError(NeuronCacheError):
     """`check_integrity` found two records of the same thing that differ. A bug in this package."""
 
 
+class AcceptanceError(NeuronCacheError):
+    """The acceptance run cannot start here: a device, its driver or its packages are missing, or the deployment is too
+    small for what is to be measured."""
+
+
 class DemoError(NeuronCacheError):
     """The demo or a benchmark cannot run here (something is not installed, or a file is missing)."""
 

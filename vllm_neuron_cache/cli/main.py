@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_neuron_cache.cli.acceptance import acceptance
 from vllm_neuron_cache.cli.bench import bench_app
 from vllm_neuron_cache.cli.demo import demo
 from vllm_neuron_cache.cli.graphs import graphs_app
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.command()(warmup)
+app.command()(acceptance)
 app.add_typer(bench_app, name="bench")
 app.add_typer(graphs_app, name="graphs")
 
