@@ -1,5 +1,6 @@
 """The two commands of the README."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,52 @@ def test_the_optional_environment_runs_its_tests():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_the_whole_suite_runs_the_tests_in_other_pythons():
+    assert '"$repo_root/scripts/other_pythons" || status=$?' in (ROOT / "scripts/test").read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--graphs"]])
+def test_where_no_other_python_is_found_that_is_said_and_nothing_installed(tmp_path, arguments):
+    """Also where a command has the name and does not run, as pyenv's for a version that is not the active one."""
+    for command in ("env", "bash", "dirname"):
+        (tmp_path / command).symlink_to(shutil.which(command))
+    shim = tmp_path / "python3.12"
+    shim.write_text(f"#!{shutil.which('sh')}\nexit 127\n")
+    shim.chmod(0o755)
+    result = subprocess.run(
+        [ROOT / "scripts/other_pythons", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": str(tmp_path), "PYENV_ROOT": str(tmp_path / "pyenv")},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        f"Python {version}: its tests are skipped, for there is no usable python{version} in PATH or in pyenv."
+        for version in ("3.12", "3.13")
+    ]
+
+
+def pins(name):
+    lines = (ROOT / f"requirements/{name}.lock").read_text().splitlines()
+    return dict(line.removesuffix("+cpu").split("==") for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", ["other_pythons", "other_pythons_torch"])
+def test_other_pythons_get_the_versions_of_this_one(name):
+    assert pins(name).items() <= pins("cpu").items()
+
+
 @pytest.mark.parametrize(
-    "script", ["scripts/quickstart", "scripts/test", "scripts/xla_env", "scripts/torch_xla_env", ".ci/run"]
+    "script",
+    [
+        "scripts/quickstart",
+        "scripts/test",
+        "scripts/xla_env",
+        "scripts/torch_xla_env",
+        "scripts/other_pythons",
+        ".ci/run",
+    ],
 )
 def test_scripts_can_be_run_and_are_valid_shell(script):
     assert (ROOT / script).stat().st_mode & 0o111

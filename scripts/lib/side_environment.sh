@@ -1,17 +1,27 @@
 # shellcheck shell=bash
-# Environments beside .venv, each in .cache/envs. Sourced after environment.sh by the scripts NAME_env,
-# which call prepare_environment, prepare_side_environment NAME and then run_in_side_environment.
+# Environments beside .venv, each in .cache/envs. Sourced after environment.sh by other_pythons and the
+# scripts NAME_env, which call prepare_environment, prepare_side_environment NAME and then
+# run_in_side_environment.
+
+# For a script to set before prepare_side_environment, where its environment differs from the others:
+side_interpreter=$venv_python # what it is made with
+side_lock=                    # the name in requirements/, if it is not that of the environment
+side_inputs=()                # the files that its contents depend on beside the locks, if not scripts/NAME_env
 
 # Leaves the environment complete, or ends the script with the reason. Sets $side_dir and $side_python.
 # With `main` it sees everything in .venv as well, and a pin of its own lock comes before the same
 # package there.
 prepare_side_environment() { # NAME [main]
-    local name=$1 sees_main=${2:-} lock=$repo_root/requirements/$1.lock stamp inputs lock_fd
+    local name=$1 sees_main=${2:-} lock_name=${side_lock:-$1} lock stamp inputs lock_fd
+    lock=$repo_root/requirements/$lock_name.lock
     side_dir=$cache_dir/envs/$name
     side_python=$side_dir/bin/python
     stamp=$side_dir/.complete
-    [[ -f $lock ]] || fail "requirements/$name.lock is missing." "Remedy: restore it (git checkout requirements/$name.lock)."
-    local -a input_files=("$repo_root/requirements/$name"*.lock "$repo_root/scripts/${name}_env")
+    [[ -f $lock ]] || fail "requirements/$lock_name.lock is missing." \
+        "Remedy: restore it (git checkout requirements/$lock_name.lock)."
+    local -a input_files=("$repo_root/requirements/$lock_name"*.lock)
+    if ((${#side_inputs[@]} == 0)); then side_inputs=("$repo_root/scripts/${name}_env"); fi
+    input_files+=("${side_inputs[@]}")
     input_files+=("$lib_dir/side_environment.sh" "$lib_dir/check_requirements.py" "$lib_dir/check_pins.py")
     if [[ -n $sees_main ]]; then input_files+=("$packages_stamp"); fi
     inputs=$(hash_of "${input_files[@]}")
@@ -44,14 +54,14 @@ make_side_environment() {
     step_number=0
     step_total=2
     step "Environment in .cache/envs/$name ($(grep -c '^[^#]' "$lock") pinned packages)"
-    logged "$venv_python" -I -m venv --without-pip "$side_dir" || fail_step "python -m venv failed."
+    logged "$side_interpreter" -I -m venv --without-pip "$side_dir" || fail_step "python -m venv failed."
     install_side_packages "$lock"
     if [[ -n $sees_main ]]; then show_main_environment; fi
     step_done
     step "Checking what was installed"
     # Not -I: the script may import its neighbour.
     logged env -u PYTHONPATH PYTHONNOUSERSITE=1 "$side_python" "$lib_dir/$check" "$lock" ||
-        fail_step "The environment in .cache/envs/$name does not fit requirements/$name.lock."
+        fail_step "The environment in .cache/envs/$name does not fit requirements/$lock_name.lock."
     step_done
     write_stamp "$stamp" "$inputs"
     rm -rf -- "$scratch_dir"
@@ -66,6 +76,22 @@ side_pip_install() {
 # A script may define its own in the place of this one.
 install_side_packages() { # LOCK-FILE
     side_pip_install -r "$1" || fail_step "The packages of ${1#"$repo_root"/} could not be installed."
+}
+
+need_disk() ( # MB
+    needed_mb=$1
+    venv_dir=$side_dir
+    check_disk
+)
+
+# The CPU build where one is found, and else PyPI's, which loads CUDA's libraries on import.
+install_side_torch() { # PIN MB CUDA-LOCK-FILE MB
+    need_disk "$2"
+    side_pip_install "$1+cpu" && return
+    side_pip_install --retries 1 --timeout 15 --extra-index-url "$torch_cpu_index" "$1+cpu" && return
+    printf '\n# no CPU build to be found; PyPI'"'"'s, with the libraries that it loads\n' >>"$log_path"
+    need_disk "$4"
+    side_pip_install "$1" -r "$3" || fail_step "The packages of ${3#"$repo_root"/} could not be installed."
 }
 
 show_main_environment() {
