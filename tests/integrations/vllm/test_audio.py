@@ -310,7 +310,7 @@ def test_a_model_that_merges_in_another_way_is_refused(engine, monkeypatch):
 
     monkeypatch.setattr(engine.runner.model, "__class__", Other)
     with pytest.raises(ConfigurationError, match="Other merges embeddings in a way of its own"):
-        engine.runner._take_over_merge_targets(128)
+        engine.runner._require_known_merge(128)
 
 
 # Checkpoint and sound ------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from vllm.multimodal.parse import ImageProcessorItems, VideoProcessorItems
 from vllm_neuron_cache.demo.media import load_clip
 from vllm_neuron_cache.demo.requests import MediaRequest, engine_prompt
 from vllm_neuron_cache.encoder_cache.identity import CLIENT_ID, tenant_client_id, tenant_hash
+from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.errors import (
     EncoderCacheReadError,
     EncoderOutputError,
@@ -322,6 +323,33 @@ def test_rows_are_what_the_mask_says_and_not_the_length_of_the_placeholder():
     mask[850:860] = True
     with pytest.raises(ItemTooLargeError, match="710 token rows"):
         front_end.refuse_too_large({"image": [PlaceholderRange(0, 1000, mask)]}, config_with(12, 4096))
+
+
+def test_an_image_above_the_attention_block_of_a_compiled_encoder_is_refused():
+    config = config_with(12, 704)
+    config.ec_manager_config.manager_config["max_segment_tokens"] = 512
+    counters = CacheCounters()
+    front_end.refuse_too_large({"image": [PlaceholderRange(0, 512)]}, config, counters)
+    with pytest.raises(ItemTooLargeError, match=r"image 1 .* 513 token rows, .* takes 512.*attention_block_size"):
+        images = [PlaceholderRange(0, 512), PlaceholderRange(512, 513)]
+        front_end.refuse_too_large({"image": images}, config, counters)
+    assert counters.refusals == 1
+
+
+@pytest.mark.parametrize(("model_type", "refused"), [("qwen3_vl", True), ("qwen2_5_omni", False)])
+def test_frames_of_a_video_are_looked_at_where_the_placeholder_shows_them(model_type, refused):
+    """In an omni model what stands between two stretches of sound may be several frames."""
+    config = config_with(12, 704)
+    config.ec_manager_config.manager_config["max_segment_tokens"] = 64
+    config.model_config = types.SimpleNamespace(hf_config=types.SimpleNamespace(model_type=model_type))
+    mask = torch.ones(200, dtype=torch.bool)
+    mask[[64, 130]] = False  # frames of 64, 65 and 69 rows
+    video = {"video": [PlaceholderRange(0, 200, mask)]}
+    if refused:
+        with pytest.raises(ItemTooLargeError, match="video 0 of the prompt has a frame of 69 token rows"):
+            front_end.refuse_too_large(video, config)
+    else:
+        front_end.refuse_too_large(video, config)
 
 
 # Ids that clients choose ---------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from vllm.multimodal.processing import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.encoder_cache.metrics import CacheCounters
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.errors import ItemTooLargeError
@@ -22,6 +21,7 @@ from vllm_neuron_cache.integrations.vllm.activation import uses_block_cache
 from vllm_neuron_cache.integrations.vllm.geometry import (
     largest_segment_tokens,
     max_item_tokens,
+    max_segment_tokens,
     placeholder_layout,
     resolve_geometry,
 )
@@ -67,17 +67,17 @@ def refuse_too_large(
     """
     geometry = resolve_geometry(vllm_config)
     max_tokens = max_item_tokens(vllm_config)
-    max_segment_tokens = geometry.encoder_block_size if _encodes_in_blocks(vllm_config) else None
+    max_segment = max_segment_tokens(vllm_config)
     places, first = [], ""
     for modality, positions in placeholders.items():
         for index, position in enumerate(positions):
             num_tokens = position.get_num_embeds()
             num_blocks = placeholder_layout(modality, position, geometry).num_blocks
-            largest = largest_segment_tokens(modality, position, vllm_config)
+            largest = None if max_segment is None else largest_segment_tokens(modality, position, vllm_config)
             if num_blocks > geometry.num_item_blocks or num_tokens > max_tokens:
                 text = _too_large(modality, index, num_tokens, num_blocks, geometry, max_tokens)
-            elif max_segment_tokens is not None and largest is not None and largest > max_segment_tokens:
-                text = _above_attention_block(modality, index, largest, max_segment_tokens)
+            elif largest is not None and largest > max_segment:
+                text = _above_attention_block(modality, index, largest, max_segment)
             else:
                 continue
             places.append((modality, index))
@@ -86,12 +86,6 @@ def refuse_too_large(
                 counters.of(modality).refusals += 1
     if places:
         raise ItemTooLargeRefusal(first, places=places)
-
-
-def _encodes_in_blocks(vllm_config: VllmConfig) -> bool:
-    if vllm_config.model_config.multimodal_config.enable_mm_embeds:
-        return False  # a placeholder does not tell whether its rows came ready-made; the worker does
-    return NeuronCacheConfig.from_additional_config(vllm_config.additional_config).compiled_encoder
 
 
 def _above_attention_block(modality: str, index: int, num_tokens: int, max_tokens: int) -> str:

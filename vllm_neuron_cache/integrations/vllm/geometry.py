@@ -15,6 +15,7 @@ from vllm_neuron_cache.planner.families import FAMILIES
 logger = init_logger("vllm.neuron_cache")
 
 _MAX_ITEM_TOKENS = "max_item_tokens"
+_MAX_SEGMENT_TOKENS = "max_segment_tokens"
 
 
 def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
@@ -42,6 +43,9 @@ def resolve_geometry(vllm_config: VllmConfig) -> CacheGeometry:
         _warn_of_attention_block(geometry, budget, config)
         resolved.update(geometry._asdict())
         resolved[_MAX_ITEM_TOKENS] = min(budget.encoder_compute_budget, budget.encoder_cache_size)
+        # A placeholder does not tell whether its rows come ready-made and enter no encoder; the worker sees that.
+        if config.compiled_encoder and not vllm_config.model_config.multimodal_config.enable_mm_embeds:
+            resolved[_MAX_SEGMENT_TOKENS] = geometry.encoder_block_size
     return CacheGeometry(**{name: resolved[name] for name in CacheGeometry._fields})
 
 
@@ -49,6 +53,12 @@ def max_item_tokens(vllm_config: VllmConfig) -> int:
     """Token rows of the largest item that the scheduler can ever give to the encoder."""
     resolve_geometry(vllm_config)
     return vllm_config.ec_manager_config.manager_config[_MAX_ITEM_TOKENS]
+
+
+def max_segment_tokens(vllm_config: VllmConfig) -> int | None:
+    """Token rows of the largest image, or frame of a video, that the encoder can attend over; None for no limit."""
+    resolve_geometry(vllm_config)
+    return vllm_config.ec_manager_config.manager_config.get(_MAX_SEGMENT_TOKENS)
 
 
 def placeholder_layout(modality: str, position: PlaceholderRange, geometry: CacheGeometry) -> ItemLayout:
