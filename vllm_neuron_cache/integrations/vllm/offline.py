@@ -14,7 +14,7 @@ from vllm_neuron_cache.config import ENCODER_NAMESPACE, OWN_NAMESPACE
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 
 
 class Completion(NamedTuple):
@@ -60,6 +60,8 @@ class OfflineEngine:
             "disable_log_stats": False,
             "use_tqdm_on_load": False,
         }
+        # What an engine that is still open here read of the environment is not what this one is to find.
+        envs.disable_envs_cache()
         # vLLM has no argument for this. A forked engine would inherit this process's thread pools without the threads.
         with _environment(
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if in_process else "1", VLLM_WORKER_MULTIPROC_METHOD="spawn"
