@@ -221,21 +221,6 @@ def test_vllm_copies_no_embeddings_and_keeps_no_buffers_for_them(eager):
     assert runner.inputs_embeds.gpu.numel() == 0 and runner.model.deepstack_input_embeds == []
 
 
-@pytest.mark.slow
-def test_tokens_of_two_ranks_are_those_of_stock(checkpoint, stock, monkeypatch):
-    """Embeddings are then a sum over ranks, inside the forward."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", "1")
-    engine = start(checkpoint, PREFILL, in_process=False, tensor_parallel_size=2, **CHUNKED)
-    assert serve(engine, mixed_requests(), small_media()) == stock.tokens
-    stats = engine.llm.collective_rpc("encoder_cache_stats")
-    assert len(stats) == 2 and stats[0]["rows_read"] == stats[1]["rows_read"] > 0
-    engine.llm.collective_rpc("check_encoder_cache_integrity")
-    engine.close()
-
-
 def test_a_language_model_of_another_form_is_refused_with_the_remedy():
     from vllm_neuron_cache.integrations.vllm.prefill import require_known_decoder
 
