@@ -95,6 +95,11 @@ class CompiledEncoders:
                 "vllm_neuron_cache.compiled_encoder to false."
             )
 
+        logger.info(
+            "Encoder cache: %s through compiled encoders, anything else through the model's own",
+            ", ".join(sorted(self._encoders)),
+        )
+
     def of_step(self, requests: Mapping[str, Any], scheduler_output: Any) -> list[CompiledItem]:
         """What of a step's encoder inputs goes through a compiled encoder, in their order."""
         return list(self._of_step(requests, scheduler_output))
