@@ -261,6 +261,28 @@ def test_tables_made_on_the_host_are_those_of_the_tower(loaded, height, width):
     assert torch.equal(cos, right_cos) and torch.equal(sin, right_sin)
 
 
+class FusedMMInputNorm(torch.nn.Module):
+    """As vLLM 0.32's, by name and contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0.0, 1.0, -1.0])
+
+
+def test_pixels_that_the_tower_scales_are_scaled():
+    adapter = small_adapter()
+    pixels = torch.arange(4 * adapter.inputs[0].width).view(4, -1).to(torch.uint8)
+    fields = {"pixel_values": pixels, "image_grid_thw": torch.tensor([1, 2, 2])}
+    adapter.tower.input_norm = norm = FusedMMInputNorm()
+    patches = adapter.item("image", fields).inputs(0)[0]
+    by_channel = pixels.float().view(4, 3, -1)
+    assert torch.equal(patches, (by_channel * norm.weight[:, None] + norm.bias[:, None]).view(4, -1))
+    tower = adapter.tower
+    tower.input_norm = torch.nn.Identity()  # of no known kind
+    with pytest.raises(ConfigurationError, match=r"prepares pixels by Identity.*compiled_encoder to false"):
+        Qwen3VLEncoder(SMALL, dtype=torch.float32, tower=tower)
+
+
 CONTROLS = {
     "no mask": no_mask,
     "frames as one segment": one_segment_for_all_frames,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_neuron_cache.encoders.attention import attend, halving_blocks, rotate, segment_mask
 from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderInput, EncoderItem
 from vllm_neuron_cache.encoders.layers import ACTIVATIONS, clamp_float16, linear_shapes
-from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, rotary_tables
+from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, input_norm, rotary_tables
 from vllm_neuron_cache.encoders.weights import BoundWeights, Shapes
 
 
@@ -42,7 +42,6 @@ class Qwen2_5VLEncoder(EncoderAdapter):
         # The language model's part of the configuration has it, and the published models have this one.
         self._eps = 1e-6 if tower is None else tower.merger.ln_q.variance_epsilon
         self.fat_dim = config.out_hidden_size
-        self._channels = config.in_channels
         patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
         self.inputs = (
             EncoderInput("patches", patch, dtype),
@@ -53,7 +52,7 @@ class Qwen2_5VLEncoder(EncoderAdapter):
         self.weight_shapes = self._shapes(config, patch, tensor_parallel_size)
         # 8 C^2 + 6 C I operations for each position, 4 C for each pair of them, windows or not.
         self.attention_cost = 2 / (4 * config.hidden_size + 3 * config.intermediate_size)
-        self._items = VisionItems(self._frame_tables, self._normalise)
+        self._items = VisionItems(self._frame_tables, input_norm(tower, config.in_channels))
         self._host = HostTables(tower)
 
     def _shapes(self, config: Any, patch: int, ranks: int) -> Shapes:
@@ -109,15 +108,6 @@ class Qwen2_5VLEncoder(EncoderAdapter):
     def forget(self) -> None:
         self._items.forget()
         self._host.forget()
-
-    def _normalise(self, patches: torch.Tensor) -> torch.Tensor:
-        """Pixels as the tower's first layer takes them: vLLM has Qwen2.5-VL's tower scale them, not the processor."""
-        norm = self.tower.input_norm
-        if norm.is_identity:
-            return patches
-        # On the host, where the patches are, whatever device the tower is on.
-        weight, bias = norm.weight.cpu()[:, None], norm.bias.cpu()[:, None]
-        return (patches.to(weight.dtype).unflatten(1, (self._channels, -1)) * weight + bias).flatten(1)
 
     def _frame_tables(self, height: int, width: int) -> tuple[torch.Tensor, ...]:
         """What the host prepares for a frame of that many patches, in the order of the merger."""

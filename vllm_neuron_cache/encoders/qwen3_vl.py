@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_neuron_cache.encoders.attention import attend, halving_blocks, rotate, segment_mask
 from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderInput, EncoderItem
 from vllm_neuron_cache.encoders.layers import ACTIVATIONS, linear_shapes, norm_shapes
-from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, interpolated_positions, rotary_tables
+from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, input_norm, interpolated_positions, rotary_tables
 from vllm_neuron_cache.encoders.weights import BoundWeights, Shapes
 
 
@@ -50,7 +50,7 @@ class Qwen3VLEncoder(EncoderAdapter):
         self.weight_shapes = self._shapes(config, patch, tensor_parallel_size)
         # 24 C^2 operations for each position, 4 C for each pair of them.
         self.attention_cost = 1 / (6 * self._hidden)
-        self._items = VisionItems(self._frame_tables)
+        self._items = VisionItems(self._frame_tables, input_norm(tower, config.in_channels))
         self._host = HostTables(tower)
 
     def _shapes(self, config: Any, patch: int, ranks: int) -> Shapes:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_neuron_cache.encoders.interface import EncoderItem
+from vllm_neuron_cache.errors import ConfigurationError
 
 _FIELDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
@@ -50,6 +51,33 @@ class VisionItems:
     def forget(self) -> None:
         """Drops the tables."""
         self._tables.cache_clear()
+
+
+_INPUT_NORMS = ("FusedInputNorm", "FusedMMInputNorm", "IdentityInputNorm")
+"""Classes of vLLM's, of 0.29 to 0.32."""
+
+
+def input_norm(tower: Any, channels: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What becomes of pixels `[patches, width]` before the tower's first layer: vLLM has some towers scale them, by
+    channel, instead of the processor. It is done on the host, where the pixels are.
+
+    Raises `ConfigurationError` for a tower that does something unknown to them.
+    """
+    norm = getattr(tower, "input_norm", None)
+    if norm is not None and type(norm).__name__ not in _INPUT_NORMS:
+        raise ConfigurationError(
+            f"the model's tower prepares pixels by {type(norm).__name__}, which the compiled encoder does not know. "
+            "Set vllm_neuron_cache.compiled_encoder to false."
+        )
+
+    def scaled(patches: torch.Tensor) -> torch.Tensor:
+        norm = getattr(tower, "input_norm", None)
+        if getattr(norm, "is_identity", False) or getattr(norm, "weight", None) is None:
+            return patches
+        weight, bias = (tensor.detach().cpu()[:, None] for tensor in (norm.weight, norm.bias))
+        return (patches.to(weight.dtype).unflatten(1, (channels, -1)) * weight + bias).flatten(1)
+
+    return scaled
 
 
 def merge_order(height: int, width: int, merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
