@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_neuron_cache.encoders.qwen2_5_vl import Qwen2_5VLEncoder
 from vllm_neuron_cache.encoders.qwen3_vl import Qwen3VLEncoder
+from vllm_neuron_cache.encoders.qwen_omni_audio import QwenOmniAudioEncoder
 from vllm_neuron_cache.encoders.weights import plain_form
 from vllm_neuron_cache.errors import GraphRuleError
 from vllm_neuron_cache.graphs.lanes.eager import EagerLane
@@ -34,6 +36,31 @@ CONFIG = SimpleNamespace(
     temporal_patch_size=2,
     patch_size=8,
     intermediate_size=64,
+)
+WINDOWS = SimpleNamespace(
+    spatial_merge_size=2,
+    hidden_size=32,
+    num_heads=2,
+    depth=2,
+    fullatt_block_indexes=[1],
+    window_size=32,
+    hidden_act="silu",
+    out_hidden_size=64,
+    in_channels=3,
+    temporal_patch_size=2,
+    patch_size=8,
+    intermediate_size=64,
+)
+SOUND = SimpleNamespace(
+    d_model=32,
+    encoder_attention_heads=2,
+    encoder_ffn_dim=64,
+    encoder_layers=2,
+    activation_function="gelu",
+    output_dim=64,
+    num_mel_bins=16,
+    n_window=8,
+    max_source_positions=32,
 )
 POSITIONS, BLOCK_SIZE = 32, 4
 ROWS = POSITIONS // 4
@@ -115,3 +142,17 @@ def test_an_encoder_that_copies_the_cache_is_refused(dtype):
     wrong = replace(spec, fn=copying)
     with pytest.raises(GraphRuleError, match="alias_proof"):
         XlaLane().lower(wrong, 1, wrong.example_args(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket", [1, 2])
+@pytest.mark.parametrize(
+    ("adapter_cls", "config", "positions"), [(Qwen2_5VLEncoder, WINDOWS, 32), (QwenOmniAudioEncoder, SOUND, 8)]
+)
+def test_the_other_encoders_write_in_place(adapter_cls, config, positions, bucket, dtype):
+    adapter = adapter_cls(config, dtype=dtype)
+    buffer = BufferShape(90, BLOCK_SIZE, adapter.fat_dim, dtype)
+    form = plain_form(adapter.weight_shapes, dtype)
+    spec = encoder_spec(adapter, form, buffer, positions=positions, buckets=(1, 2))
+    proof = proof_of(spec, bucket)
+    assert not proof.violations and list(proof.aliases) == ["buffer"]
