@@ -10,6 +10,7 @@ import torch
 from vllm_neuron_cache.bench.race import race
 from vllm_neuron_cache.encoder_cache.blocks import EncoderCacheBlocks
 from vllm_neuron_cache.encoder_cache.item import dense_layout
+from vllm_neuron_cache.encoder_cache.packing import pack, padding_ratio
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
 from vllm_neuron_cache.encoder_cache.sizing import CacheGeometry
 from vllm_neuron_cache.encoder_cache.steps import StepJournal
@@ -129,19 +130,16 @@ class _Bench:
         for key, item in items.items():
             self._reserve(key, sum(item.segments) // self._adapter.positions_per_row)
         together, thw = torch.cat(pixels), [list(grid) for grid in grids]
-        before = self._encoder.work
         failures = self._encoder.encode(items)
         assert not failures, failures
-        work = self._encoder.work
         best = race(
             {"stock": lambda: self._tower(together, thw), "ours": lambda: self._encoder.encode(items)},
             rounds=rounds,
             warm_up=1,
             clock=time.perf_counter,
         )
-        computed = work.positions_computed - before.positions_computed
-        live = work.positions_live - before.positions_live
-        return _Comparison(best["ours"], best["stock"], computed / live)
+        launches = pack([item.segments for item in items.values()], self._encoder.ladder)
+        return _Comparison(best["ours"], best["stock"], padding_ratio(launches))
 
     def write_seconds(self, grids: Sequence[Grid], rounds: int) -> float:
         """The write graph alone, for as many rows."""

@@ -13,20 +13,8 @@ def segment_mask(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Padding is a segment as well, or its rows would have nothing to attend to and become NaN.
     """
     same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return additive_mask(same, dtype)
-
-
-def additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    zero = torch.zeros((), dtype=dtype, device=allowed.device)
-    return torch.where(allowed, zero, torch.full_like(zero, float("-inf")))
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of whole heads: `x` `[n, P, ..., head_dim]`, `cos` and `sin` `[n, P, head_dim / 2]`."""
-    shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), cos.shape[2])
-    cos, sin = cos.view(shape), sin.view(shape)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    zero = torch.zeros((), dtype=dtype, device=segment_ids.device)
+    return torch.where(same, zero, torch.full_like(zero, float("-inf")))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

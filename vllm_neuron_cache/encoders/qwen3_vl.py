@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_neuron_cache.encoders.attention import attend, halving_blocks, rotate, segment_mask
+from vllm_neuron_cache.encoders.attention import attend, halving_blocks, segment_mask
 from vllm_neuron_cache.encoders.interface import EncoderAdapter, EncoderInput, EncoderItem
 from vllm_neuron_cache.encoders.layers import ACTIVATIONS, linear_shapes, norm_shapes
 from vllm_neuron_cache.encoders.vision import HostTables, VisionItems, input_norm, interpolated_positions, rotary_tables
 from vllm_neuron_cache.encoders.weights import BoundWeights, Shapes
+from vllm_neuron_cache.graphs.layers import rotate
 
 
 class Qwen3VLEncoder(EncoderAdapter):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_neuron_cache.errors import ConfigurationError
+from vllm_neuron_cache.graphs.layers import rms_norm
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each weight, by its path in the module. A linear layer's weight is `[out_features, in_features]`."""
@@ -42,9 +43,7 @@ class BoundWeights:
 
     def rms_norm(self, x: torch.Tensor, layer: str, eps: float) -> torch.Tensor:
         """`x` over its root mean square in float32, over its last dimension; of the dtype of `x`."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return wide.to(x.dtype) * self._weights[f"{layer}.weight"]
+        return rms_norm(x, self._weights[f"{layer}.weight"], eps)
 
 
 class WeightForm(NamedTuple):
@@ -112,7 +111,6 @@ class ModelWeights:
         """
         self._module = module
         self._shapes = shapes
-        self._dtype = dtype
         called = {path: _submodule(module, path) for path in _linear_paths(module, shapes)} if call_layers else {}
         # The registry below forgets a layer that nobody else holds.
         self._layers = {path: _Layer(layer) for path, layer in called.items()}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_neuron_cache.graphs.attention import PAGED_ATTENTION, AttentionMetadata, paged_attention
+from vllm_neuron_cache.graphs.layers import rms_norm, rotate
 from vllm_neuron_cache.graphs.prefill import Decoder, prefill
 from vllm_neuron_cache.graphs.spec import BufferShape, GraphSpec
 
@@ -212,8 +213,8 @@ def _layer(
     query, key, value = (
         part.view(num_tokens, -1, shape.head_dim) for part in (hidden @ weights.qkv.t()).split(shape.qkv_sizes, dim=1)
     )
-    query = _rotated(_norm(shape, query, weights.q_norm), *positions)
-    key = _rotated(_norm(shape, key, weights.k_norm), *positions)
+    query = rotate(rms_norm(query, weights.q_norm, shape.rms_norm_eps), *positions)
+    key = rotate(rms_norm(key, weights.k_norm, shape.rms_norm_eps), *positions)
     attended = attention(query, key, value.contiguous())
     hidden = attended.reshape(num_tokens, -1) @ weights.o.t()
     hidden, residual = _add_norm(shape, hidden, residual, weights.post_norm)
@@ -226,18 +227,4 @@ def _add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of the sum, and the sum."""
     total = hidden if residual is None else hidden + residual
-    return _norm(shape, total, weight), total
-
-
-def _norm(shape: DecoderShape, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """RMS norm over the last dimension, in float32."""
-    wide = values.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + shape.rms_norm_eps)
-    return weight * scaled.to(values.dtype)
-
-
-def _rotated(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`[T, heads, head_dim]` by the angles `[T, head_dim / 2]`; the halves of a head are the two coordinates."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = values.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rms_norm(total, weight, shape.rms_norm_eps), total
