@@ -13,7 +13,8 @@ PACKAGE = "vllm_neuron_cache"
 ROOT = Path(vllm_neuron_cache.__file__).parent
 
 POLICY = f"{PACKAGE}.encoder_cache"
-TENSOR_MODULES = {f"{POLICY}.blocks"}
+STAGE = f"{PACKAGE}.stage_cache"
+TENSOR_MODULES = {f"{POLICY}.blocks", f"{STAGE}.row_store", f"{STAGE}.device_row_store"}
 PLANNER = f"{PACKAGE}.planner"
 SIMULATION = f"{PACKAGE}.simulation"
 DIALECT = f"{PACKAGE}.kernels.dialect"
@@ -184,6 +185,11 @@ def test_the_policy_core_imports_neither_torch_nor_vllm(sources):
     assert framework_imports(sources) == []
 
 
+def test_the_core_of_the_stage_cache_imports_neither_torch_nor_vllm(sources):
+    assert f"{STAGE}.manager" in sources and f"{STAGE}.controller" in sources
+    assert framework_imports(sources, STAGE) == []
+
+
 def test_the_planner_imports_neither_torch_nor_vllm(sources):
     assert f"{PLANNER}.plan" in sources
     assert framework_imports(sources, PLANNER) == []
@@ -206,10 +212,10 @@ def test_nothing_but_the_command_line_imports_the_command_line(sources):
 
 
 def test_importing_the_policy_core_loads_neither_torch_nor_vllm(sources):
-    modules = [name for name in sources if is_under(name, POLICY) and name not in TENSOR_MODULES]
+    modules = [name for name in sources if is_under_any(name, (POLICY, STAGE)) and name not in TENSOR_MODULES]
     program = f"import sys, {', '.join([PACKAGE + '.config', *modules])}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert f"{POLICY}.read_plan" in loaded
+    assert f"{POLICY}.read_plan" in loaded and f"{STAGE}.manager" in loaded
     assert not {"torch", "vllm"} & set(loaded)
 
 

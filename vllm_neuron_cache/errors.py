@@ -81,6 +81,21 @@ class GraphRuleError(NeuronCacheError):
         return type(self), (self.graph, self.violations)
 
 
+class OmniPrefixCacheUnmatchError(NeuronCacheError, RuntimeError):
+    """The stage cache cannot hand on what was asked for: a step id used twice, a request that nobody announced, rows
+    that a failed write lost, a layout that it does not mirror. Named as vLLM-Omni names it."""
+
+    def __init__(self, message: str, *, request_ids: Sequence[str] = (), outputs: Any = None) -> None:
+        """`request_ids` are the requests that fail; `outputs` (`StageCacheOutputs`) has what the others get."""
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
+        self.outputs = outputs
+
+
+class OmniPrefixCacheStagingTimeoutError(OmniPrefixCacheUnmatchError):
+    """A save waited for a staging slot in vain: steps were saved that nobody uses."""
+
+
 class PoolExhaustedError(NeuronCacheError):
     """Blocks were reserved without room for them: the caller did not ask `can_reserve` first."""
 
