@@ -16,8 +16,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from vllm_neuron_cache import acceptance
-from vllm_neuron_cache.acceptance import CHECKS, Check, Report, chip_of, require_device, require_room, run_acceptance
+from vllm_neuron_cache.acceptance import run as acceptance_run
+from vllm_neuron_cache.acceptance import tokens as token_check
+from vllm_neuron_cache.acceptance.device_checks import MERGE_LIMIT_MS, NUM_IMAGES, check_device, require_room
+from vllm_neuron_cache.acceptance.machine import chip_of, instance_type, require_device
+from vllm_neuron_cache.acceptance.report import CHECKS, Check, Report
+from vllm_neuron_cache.acceptance.run import run_acceptance
 from vllm_neuron_cache.cli.engine_file import read_engine_file
 from vllm_neuron_cache.cli.main import app
 from vllm_neuron_cache.config import NeuronCacheConfig
@@ -36,7 +40,7 @@ NO_LIMIT_MS = 1e6
 
 needs_compiler = pytest.mark.skipif(not compiler_available(), reason="inductor needs a C++ compiler, and there is none")
 without_device = pytest.mark.skipif(
-    acceptance.instance_type() is not None or importlib.util.find_spec("torch_neuronx") is not None,
+    instance_type() is not None or importlib.util.find_spec("torch_neuronx") is not None,
     reason="there is a Neuron device or its packages here",
 )
 
@@ -53,7 +57,7 @@ def deployment(checkpoint):
 
 def checks_of(deployment, lane="eager", *, limit_ms=NO_LIMIT_MS):
     lane = make_lane(lane) if isinstance(lane, str) else lane
-    return {check.name: check for check in acceptance.check_device(deployment, lane, CPU, rounds=3, limit_ms=limit_ms)}
+    return {check.name: check for check in check_device(deployment, lane, CPU, rounds=3, limit_ms=limit_ms)}
 
 
 def failed(checks):
@@ -87,7 +91,7 @@ def test_a_cpu_passes_every_check_of_the_device_path(deployment, lane):
 @needs_compiler
 def test_a_merge_on_this_cpu_is_far_below_the_limit(deployment):
     """With rows 40 times narrower than those of the published figure."""
-    assert checks_of(deployment, "inductor")["merge_time"].values["least_ms"] < acceptance.MERGE_LIMIT_MS
+    assert checks_of(deployment, "inductor")["merge_time"].values["least_ms"] < MERGE_LIMIT_MS
 
 
 def test_a_slow_merge_is_named(deployment, monkeypatch):
@@ -157,7 +161,7 @@ def test_ids_may_be_read_where_items_are_written_and_nowhere_else(deployment, mo
 
     plant(monkeypatch, read_tag, "write")
     traffic = checks_of(deployment)["no_embedding_to_host"]
-    assert traffic.passed and traffic.values["flag_bytes_in_writes"] == 4 * 2 * acceptance.NUM_IMAGES
+    assert traffic.passed and traffic.values["flag_bytes_in_writes"] == 4 * 2 * NUM_IMAGES
     plant(monkeypatch, read_tag, "merge")
     assert failed(checks_of(deployment)) == {"no_embedding_to_host"}
 
@@ -179,18 +183,18 @@ def test_other_tokens_are_named(checkpoint, monkeypatch):
     media = load_media()
     stock, blocks = start_pair(checkpoint, {"lane": "eager"}, media, lambda text: None)
     move_cache(blocks, CPU, make_lane("eager"))
-    same = acceptance.serve_and_compare(stock, blocks, media, checkpoint)
+    same = token_check.serve_and_compare(stock, blocks, media, checkpoint)
     assert same.passed and same.values["hits"] >= 5, same.text
 
     blocks.llm.reset_prefix_cache()
     with monkeypatch.context() as patch:
         patch.setattr(EncoderCacheRuntime, "merge", lambda runtime, plan: None)
-        other = acceptance.serve_and_compare(stock, blocks, media, checkpoint)
+        other = token_check.serve_and_compare(stock, blocks, media, checkpoint)
     assert not other.passed and 0 in other.values["differing_requests"]
 
     # Equal tokens are no proof where nothing of the cache was read.
-    monkeypatch.setattr(acceptance, "token_requests", lambda: [MediaRequest(after="Who are you?")])
-    text_alone = acceptance.serve_and_compare(stock, blocks, media, checkpoint)
+    monkeypatch.setattr(token_check, "token_requests", lambda: [MediaRequest(after="Who are you?")])
+    text_alone = token_check.serve_and_compare(stock, blocks, media, checkpoint)
     assert not text_alone.passed and text_alone.values["differing_requests"] == []
     stock.close()
     blocks.close()
@@ -231,7 +235,7 @@ def test_the_same_code_with_the_cache_on_another_device(checkpoint):
     assert run.returncode == 0, run.stderr[-5000:]
     result = json.loads(run.stdout.splitlines()[-1])
     assert {name for name, check in result["checks"].items() if check["passed"]} == set(CHECKS), result["checks"]
-    assert result["checks"]["no_embedding_to_host"]["values"]["flag_bytes_in_writes"] == 2 * acceptance.NUM_IMAGES
+    assert result["checks"]["no_embedding_to_host"]["values"]["flag_bytes_in_writes"] == 2 * NUM_IMAGES
     assert {name for name, check in result["planted"].items() if not check["passed"]} == {"no_embedding_to_host"}
 
 
@@ -242,7 +246,7 @@ def test_a_check_that_raises_is_a_failed_check(deployment, monkeypatch):
     def tokens(*args, **kwargs):
         raise ModuleNotFoundError("No module named 'vllm'")
 
-    monkeypatch.setattr(acceptance, "check_tokens", tokens)
+    monkeypatch.setattr(acceptance_run, "check_tokens", tokens)
     report = run_acceptance(
         deployment, None, lane_name="neuron", device=CPU, config="c", model="m", hardware="trn2.3xlarge", make=lane
     )
@@ -256,7 +260,7 @@ def test_a_check_that_raises_is_a_failed_check(deployment, monkeypatch):
 def test_a_report_passes_with_every_check_and_not_with_fewer():
     def report(*names, failing=()):
         checks = [Check(name, name not in failing, "", {}) for name in names]
-        return Report("neuron", "neuron", "trn2.3xlarge", "c", "m", {}, checks)
+        return Report("neuron", "compiler", "neuron", "trn2.3xlarge", "c", "m", {}, checks)
 
     assert report(*CHECKS).passed
     assert not report(*CHECKS[:-1]).passed
@@ -280,6 +284,12 @@ def test_without_a_device_it_says_everything_that_is_missing(tmp_path):
 def test_every_lane_of_the_hardware_names_its_package(lane):
     with pytest.raises(AcceptanceError, match=f"lane '{lane}' needs"):
         require_device(lane, "neuron", None)
+
+
+@without_device
+def test_missing_kernels_are_among_what_is_missing():
+    with pytest.raises(AcceptanceError, match=r"/dev/neuron0[\s\S]*Neuron SDK's package nki"):
+        require_device("neuron", "neuron", None, "nki")
 
 
 def test_a_driver_without_a_working_device_is_said():
@@ -309,11 +319,11 @@ def test_the_instance_type_is_that_of_neuron_ls(tmp_path, monkeypatch):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(Path, "glob", lambda path, pattern: iter([path / "neuron0"]))
-    assert acceptance.instance_type() == "trn2.48xlarge"
+    assert instance_type() == "trn2.48xlarge"
     tool.write_text("#!/bin/sh\nexit 1\n")
-    assert acceptance.instance_type() == "unknown instance type"
+    assert instance_type() == "unknown instance type"
     monkeypatch.setattr(Path, "glob", lambda path, pattern: iter([]))
-    assert acceptance.instance_type() is None
+    assert instance_type() is None
 
 
 @pytest.mark.parametrize(
@@ -463,7 +473,7 @@ def test_the_document_has_all_of_these_commands():
 
 def test_the_checks_of_the_report_are_documented():
     assert set(re.findall(r"^\| `(\w+)` \|", TRAINIUM, re.M)) >= set(CHECKS)
-    report = Report("neuron", "neuron", None, "c", "m", {}, [])
+    report = Report("neuron", "compiler", "neuron", None, "c", "m", {}, [])
     assert all(f"`{key}`" in TRAINIUM for key in report.as_json())
 
 

@@ -4,7 +4,13 @@ import dataclasses
 
 import pytest
 
-from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig, is_enabled
+from vllm_neuron_cache.config import (
+    HARDWARE_LANES,
+    LANES,
+    EncoderNeuronConfig,
+    NeuronCacheConfig,
+    is_enabled,
+)
 from vllm_neuron_cache.errors import ConfigurationError, NeuronCacheError
 
 
@@ -34,6 +40,7 @@ def test_nothing_given_means_the_documented_defaults(additional_config):
         "encoder_cache_num_blocks_exact": None,
         "eviction": "lru",
         "lane": "inductor",
+        "kernel": "compiler",
         "compiled_encoder": False,
         "compiled_prefill": False,
     }
@@ -44,7 +51,8 @@ def test_every_key_of_ours_is_read():
         "encoder_cache_block_size": 64,
         "encoder_cache_num_blocks_exact": 17,
         "eviction": "gdsf",
-        "lane": "eager",
+        "lane": "neuron",
+        "kernel": "nki",
         "compiled_encoder": True,
         "compiled_prefill": True,
     }
@@ -150,6 +158,24 @@ def test_a_floor_and_a_fixed_number_of_blocks_together_are_refused_with_both_val
 def test_an_unknown_lane_is_refused_with_the_lanes_there_are(lane):
     message = refusal(vllm_neuron_cache={"lane": lane})
     assert repr(lane) in message and "inductor" in message and "eager" in message
+
+
+@pytest.mark.parametrize("kernel", ["NKI", "", None, ["nki"]])
+def test_an_unknown_kernel_is_refused_with_the_kernels_there_are(kernel):
+    message = refusal(vllm_neuron_cache={"kernel": kernel, "lane": "neuron"})
+    assert repr(kernel) in message and "give one of compiler, nki" in message
+
+
+@pytest.mark.parametrize("lane", sorted(set(LANES) - set(HARDWARE_LANES)))
+def test_the_kernels_of_the_device_are_refused_in_a_lane_of_the_cpu(lane):
+    message = refusal(vllm_neuron_cache={"kernel": "nki", "lane": lane})
+    assert "vllm_neuron_cache.kernel is 'nki'" in message and f"the lane is {lane!r}" in message
+    assert "vllm_neuron_cache.lane to one of neuron, neuronx_trace, nxd_builder" in message and "'compiler'" in message
+
+
+@pytest.mark.parametrize("lane", HARDWARE_LANES)
+def test_the_kernels_of_the_device_are_taken_in_its_lanes(lane):
+    assert read(vllm_neuron_cache={"kernel": "nki", "lane": lane}).kernel == "nki"
 
 
 def test_a_refusal_is_bad_input_to_code_that_does_not_know_this_package():

@@ -29,6 +29,10 @@ RUN_BY = {
     "vllm-neuron-cache graphs list MODEL --additional-config additional.json": (
         "tests/planner/test_graphs_cli.py::test_the_documented_commands"
     ),
+    "vllm-neuron-cache graphs list MODEL --additional-config "
+    """'{"vllm_neuron_cache": {"kernel": "nki", "lane": "neuron"}}'""": (
+        "tests/planner/test_graphs_cli.py::test_the_documented_commands"
+    ),
     "vllm-neuron-cache graphs check MODEL --max-num-batched-tokens 4096 --json graphs.json": (
         "tests/planner/test_graphs_cli.py::test_the_documented_commands"
     ),

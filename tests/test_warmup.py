@@ -20,7 +20,8 @@ from vllm_neuron_cache.graphs.deployment import plan_deployment
 from vllm_neuron_cache.graphs.lanes import make_lane
 from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 from vllm_neuron_cache.planner.model import load_model_shape
-from vllm_neuron_cache.warmup import manifest, warm_up
+from vllm_neuron_cache.source_rows import SourceRows
+from vllm_neuron_cache.warmup import make_runtime, manifest, warm_up
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -91,6 +92,32 @@ def test_compiled_encoders_are_in_it_and_are_lowered_without_a_look_at_their_fla
     assert warm_up(deployment, lane, torch.device("cpu")).graphs_lowered == len(named)
 
 
+def test_the_kernels_graphs_are_in_the_place_of_the_compilers(checkpoint):
+    entries = manifest(small_deployment(checkpoint, kernel="nki", lane="neuron"))
+    compilers = manifest(small_deployment(checkpoint))
+    renamed = {"encoder_write": "encoder_write_nki", "merge_rows": "merge_rows_nki"}
+    assert [(entry.graph, entry.bucket) for entry in entries] == [
+        (renamed.get(entry.graph, entry.graph), entry.bucket) for entry in compilers
+    ]
+    kernels = {entry.sha256 for entry in entries if entry.graph in renamed.values()}
+    assert len(kernels) == len(WRITE_BUCKETS) + 2
+    assert not kernels & {entry.sha256 for entry in compilers}
+
+
+def test_a_model_that_merges_by_itself_has_no_merge_graph_and_says_so(checkpoint):
+    deployment = small_deployment(checkpoint, compiled_prefill=True)
+    assert deployment.merges_in_prefill and not small_deployment(checkpoint).merges_in_prefill
+    assert {entry.graph for entry in manifest(deployment)} == {"encoder_write", "encoder_stamp"}
+    runtime = make_runtime(deployment, make_lane("eager"), torch.device("cpu"))
+    assert isinstance(runtime.targets, SourceRows)
+
+
+def test_a_lane_for_another_kernel_than_the_deployments_is_refused(checkpoint):
+    deployment = small_deployment(checkpoint, kernel="nki", lane="neuron")
+    with pytest.raises(ConfigurationError, match="by kernel 'nki', and the lane was made for 'compiler'"):
+        make_runtime(deployment, make_lane("eager"), torch.device("cpu"))
+
+
 def test_a_hash_is_that_of_the_compilation(checkpoint):
     first, second = manifest(small_deployment(checkpoint)), manifest(small_deployment(checkpoint))
     assert first == second
@@ -139,6 +166,24 @@ def test_a_dry_run_names_the_same_graphs_and_compiles_nothing(engine_file, tmp_p
     assert not (cache / "fxgraph").exists() and "graphs_lowered" not in planned
     done = warmed(tmp_path, "--config", engine_file, "--lane", "eager")
     assert done["graphs"] == planned["graphs"] and done["graphs_lowered"] == len(planned["graphs"])
+
+
+@pytest.fixture
+def nki_file(engine_file):
+    engine_file.write_text(engine_file.read_text().replace("{enc", "{kernel: nki, lane: neuron, enc"))
+    return engine_file
+
+
+def test_a_dry_run_names_the_kernels_graphs_on_any_machine(nki_file, tmp_path):
+    planned = warmed(tmp_path, "--config", nki_file, "--dry-run")
+    assert planned["kernel"] == "nki"
+    assert {row["graph"] for row in planned["graphs"]} == {"encoder_write_nki", "encoder_stamp", "merge_rows_nki"}
+
+
+@pytest.mark.parametrize("mode", [["--dry-run"], []], ids=["dry", "compiling"])
+def test_a_lane_of_the_cpu_in_place_of_the_files_takes_no_kernel(nki_file, mode):
+    result = CliRunner().invoke(app, ["warmup", "--config", str(nki_file), "--lane", "eager", *mode])
+    assert isinstance(result.exception, ConfigurationError) and "the lane is 'eager'" in str(result.exception)
 
 
 def test_the_documented_commands(engine_file, tmp_path):

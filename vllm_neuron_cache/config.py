@@ -19,6 +19,7 @@ ENCODER_NAMESPACE_OLD = "vision_neuron_config"
 
 HARDWARE_LANES = ("neuron", "neuronx_trace", "nxd_builder")
 LANES = ("inductor", "eager", "check", "xla", *HARDWARE_LANES)
+KERNELS = ("compiler", "nki")
 EVICTION_POLICIES = ("lru", "gdsf")
 
 
@@ -69,6 +70,10 @@ class NeuronCacheConfig:
     runs what the rules saw, "xla" proves that XLA updates in place: both are slow. The others are for Trainium, and
     were not run on one yet: "neuron" is torch.compile, "neuronx_trace" and "nxd_builder" are the older stack."""
 
+    kernel: str = "compiler"
+    """What moves rows into the cache and out of it: "compiler" leaves it to the lane's compiler, "nki" calls kernels
+    written by hand, in the lanes for Trainium alone; those were not run on one yet."""
+
     compiled_encoder: bool = False
     """Whether the model's encoders run as static graphs that write into the cache by themselves. An image, or a frame
     of a video, of more patches than `encoder_attention_block_size` is refused then. For Qwen3-VL, Qwen2.5-VL and
@@ -91,11 +96,12 @@ class NeuronCacheConfig:
             )
         _require_bool(OWN_NAMESPACE, "compiled_encoder", self.compiled_encoder)
         _require_bool(OWN_NAMESPACE, "compiled_prefill", self.compiled_prefill)
-        for name, allowed in (("eviction", EVICTION_POLICIES), ("lane", LANES)):
+        for name, allowed in (("eviction", EVICTION_POLICIES), ("lane", LANES), ("kernel", KERNELS)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(
                     f"{OWN_NAMESPACE}.{name} is {getattr(self, name)!r}; give one of {', '.join(allowed)}."
                 )
+        require_kernel(self.kernel, self.lane)
 
     @property
     def fixes_num_blocks(self) -> bool:
@@ -110,13 +116,17 @@ class NeuronCacheConfig:
         additional_config = additional_config or {}
         own = _namespace(additional_config, OWN_NAMESPACE)
         own_keys = [spec.name for spec in fields(cls) if spec.name != "encoder"]
-        for key in own:
-            if key not in own_keys:
-                raise ConfigurationError(
-                    f"{OWN_NAMESPACE}.{key} is not a configuration key.{_did_you_mean(key, own_keys)} "
-                    f"The keys are {', '.join(own_keys)}."
-                )
+        _require_known(OWN_NAMESPACE, own, own_keys)
         return cls(encoder=_encoder_config(additional_config), **own)
+
+
+def require_kernel(kernel: str, lane: str) -> None:
+    """Raises `ConfigurationError` unless graphs of `lane` can call `kernel`, one of `KERNELS`."""
+    if kernel == "nki" and lane not in HARDWARE_LANES:
+        raise ConfigurationError(
+            f"{OWN_NAMESPACE}.kernel is 'nki', whose kernels run on a Trainium alone, and the lane is {lane!r}. Set "
+            f"{OWN_NAMESPACE}.lane to one of {', '.join(HARDWARE_LANES)}, or {OWN_NAMESPACE}.kernel to 'compiler'."
+        )
 
 
 def is_enabled(additional_config: Any) -> bool:
@@ -158,6 +168,15 @@ def _require_int(namespace: str, name: str, value: Any, minimum: int, *, optiona
 def _require_bool(namespace: str, name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ConfigurationError(f"{namespace}.{name} is {value!r}; give true or false.")
+
+
+def _require_known(namespace: str, values: Mapping[str, Any], keys: list[str]) -> None:
+    for key in values:
+        if key not in keys:
+            raise ConfigurationError(
+                f"{namespace}.{key} is not a configuration key.{_did_you_mean(key, keys)} "
+                f"The keys are {', '.join(keys)}."
+            )
 
 
 def _did_you_mean(key: Any, keys: list[str]) -> str:

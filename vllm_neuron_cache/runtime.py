@@ -1,7 +1,7 @@
 """The worker's side of the encoder cache, apart from any serving engine: apply steps, write items, merge rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from vllm_neuron_cache.graphs.lanes import Lane
 from vllm_neuron_cache.graphs.spec import BufferShape
 from vllm_neuron_cache.source_rows import SourceRows
 from vllm_neuron_cache.writer import EncoderCacheWriter
+
+if TYPE_CHECKING:
+    from vllm_neuron_cache.kernels.indices import MergeIndices
 
 
 class MergeTargets(NamedTuple):
@@ -67,23 +70,46 @@ class EncoderCacheRuntime:
         targets: MergeTargets | SourceRows,
         lane: Lane,
     ) -> None:
-        """`targets`: what `merge` fills. With `SourceRows` the model merges in its own graph, and none is built."""
+        """`targets`: what `merge` fills. With `SourceRows` the model merges in its own graph, and none is built.
+
+        Raises `ConfigurationError` for sizes that the lane's kernel cannot take.
+        """
         self.blocks = EncoderCacheBlocks(geometry, fat_dim=fat_dim, dtype=dtype, device=device)
         buffer = BufferShape(*self.blocks.buffer.shape, dtype)
         self._writer = EncoderCacheWriter(self.blocks, lane)
         self._targets = targets
         self._lane = lane
         self._merge: BucketedGraph | None = None
-        buckets = (targets.max_step_tokens,)
+        buckets: tuple[int, ...] = (targets.max_step_tokens,)
         if isinstance(targets, MergeTargets):
-            spec = merge_spec(buffer, num_levels=len(targets.deepstack), max_step_tokens=targets.max_step_tokens)
+            num_levels = len(targets.deepstack)
+            spec = merge_spec(buffer, lane.kernel, num_levels=num_levels, max_step_tokens=targets.max_step_tokens)
             self._merge, buckets = BucketedGraph(spec, lane), spec.buckets
         self._planner = ReadPlanner(
             buckets=buckets, scratch_row=self.blocks.scratch_row, dummy_row=targets.max_step_tokens
         )
-        self._pairs = HostArrays((self._planner.src_rows, self._planner.dst_rows), buckets, device)
+        self._pairs = self._make_pairs(buffer, buckets, device)
         self._rows_read = 0
         self._encoders: list[StaticEncoder] = []
+
+    def _make_pairs(
+        self, buffer: BufferShape, buckets: tuple[int, ...], device: torch.device
+    ) -> "HostArrays | MergeIndices":
+        """The plan's row lists, as the merge graph takes them."""
+        src_rows, dst_rows = self._planner.src_rows, self._planner.dst_rows
+        if self._merge is None or self._lane.kernel != "nki":
+            return HostArrays((src_rows, dst_rows), buckets, device)
+        from vllm_neuron_cache.kernels.indices import MergeIndices
+
+        return MergeIndices(
+            buffer,
+            src_rows,
+            dst_rows,
+            num_levels=len(self._targets.deepstack),
+            dummy_row=self._targets.max_step_tokens,
+            buckets=buckets,
+            device=device,
+        )
 
     @property
     def lane_name(self) -> str:

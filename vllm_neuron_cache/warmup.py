@@ -7,6 +7,7 @@ import torch
 
 from vllm_neuron_cache.encoders.static_encoder import ONE_RANK
 from vllm_neuron_cache.encoders.weights import BlankWeights, plain_form
+from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.aliases import mutated_names
 from vllm_neuron_cache.graphs.deployment import Deployment
 from vllm_neuron_cache.graphs.lanes import Lane
@@ -44,7 +45,7 @@ def warm_up(deployment: Deployment, lane: Lane, device: torch.device) -> WarmUpR
     """Allocates the cache on `device` as a worker does and lowers every bucket in `lane`. Seals the lane.
 
     Outputs are not read, so that a compiler which only collects graphs and returns zeros (`neuron_parallel_compile`)
-    collects them all. Raises `ConfigurationError` if the cache does not fit.
+    collects them all. Raises `ConfigurationError` as `make_runtime` does.
     """
     make_runtime(deployment, lane, device).warm_up()
     return WarmUpResult(sum(len(spec.buckets) for spec in deployment.specs), lane.num_from_cache)
@@ -53,14 +54,18 @@ def warm_up(deployment: Deployment, lane: Lane, device: torch.device) -> WarmUpR
 def make_runtime(deployment: Deployment, lane: Lane, device: torch.device) -> EncoderCacheRuntime:
     """A worker's side of the cache with nothing compiled yet, encoders without their weights. Allocates its memory.
 
-    Raises `ConfigurationError` if the cache does not fit.
+    Raises `ConfigurationError` if the cache does not fit, or the lane is for another kernel.
     """
+    if lane.kernel != deployment.kernel:
+        raise ConfigurationError(
+            f"the deployment moves rows by kernel '{deployment.kernel}', and the lane was made for '{lane.kernel}': "
+            "other graphs would be compiled than its manifest names. Make both of one configuration."
+        )
     buffer = deployment.buffer
-    merges_in_prefill = all(spec.name != "merge_rows" for spec in deployment.specs)
     with device:
         targets = (
             SourceRows(deployment.max_step_tokens, device)
-            if merges_in_prefill
+            if deployment.merges_in_prefill
             else MergeTargets(*example_targets(buffer, deployment.num_levels, deployment.max_step_tokens))
         )
     runtime = EncoderCacheRuntime(

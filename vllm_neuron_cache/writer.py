@@ -1,5 +1,7 @@
 """Writes encoder outputs into the buffer, through the write and stamp graphs."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -13,6 +15,9 @@ from vllm_neuron_cache.graphs.host_arrays import HostArrays
 from vllm_neuron_cache.graphs.lanes import Lane
 from vllm_neuron_cache.graphs.spec import BufferShape, split_by_buckets
 
+if TYPE_CHECKING:
+    from vllm_neuron_cache.kernels.indices import ScatterIndices
+
 
 class EncoderCacheWriter:
     """Copies an encoder output to the rows of its entry and keeps the tags true while it does.
@@ -25,17 +30,33 @@ class EncoderCacheWriter:
         self._blocks = blocks
         buffer = blocks.buffer
         shape = BufferShape(*buffer.shape, buffer.dtype)
-        self._write = BucketedGraph(write_spec(shape), lane)
+        self._write = BucketedGraph(write_spec(shape, lane.kernel), lane)
         self._stamp = BucketedGraph(stamp_spec(shape), lane)
         self.items_written = 0
         self.rows_written = 0
         # Arguments that every launch uses again.
         self._rest = torch.zeros(WRITE_BUCKETS[0], blocks.fat_dim, dtype=buffer.dtype, device=buffer.device)
         self._block_ids, self._block_rows = np.zeros((2, WRITE_BUCKETS[-1]), dtype=np.int32)
-        self._places = HostArrays((self._block_ids, self._block_rows), WRITE_BUCKETS, buffer.device)
+        self._places = self._make_places(shape, lane.kernel)
         self._stamped_ids, self._stamps = np.zeros((2, STAMP_BUCKETS[-1]), dtype=np.int32)
         self._tags = np.zeros((STAMP_BUCKETS[-1], 2), dtype=np.int32)
         self._stamp_args = HostArrays((self._stamped_ids, self._tags, self._stamps), STAMP_BUCKETS, buffer.device)
+
+    def _make_places(self, shape: BufferShape, kernel: str) -> "HostArrays | ScatterIndices":
+        """Where the rows of a launch go, as the write graph takes it."""
+        device = self._blocks.buffer.device
+        if kernel != "nki":
+            return HostArrays((self._block_ids, self._block_rows), WRITE_BUCKETS, device)
+        from vllm_neuron_cache.kernels.indices import ScatterIndices
+
+        return ScatterIndices(
+            shape,
+            self._block_ids,
+            self._block_rows,
+            scratch_block=self._blocks.geometry.scratch_block_id,
+            buckets=WRITE_BUCKETS,
+            device=device,
+        )
 
     @property
     def graphs(self) -> tuple[BucketedGraph, ...]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from prefill_on_lane import assert_close, chunks_of
+from runtime_pair import check_against_the_compiler
 
 from vllm_neuron_cache.errors import ConfigurationError, GraphRecompiledError
 from vllm_neuron_cache.graphs.catalog import merge_spec, stamp_spec, write_spec
-from vllm_neuron_cache.graphs.lanes import Lane
+from vllm_neuron_cache.graphs.lanes import Lane, make_lane
 from vllm_neuron_cache.graphs.lanes.neuron import NeuronLane
 from vllm_neuron_cache.graphs.lanes.neuronx_trace import NeuronxTraceLane
 from vllm_neuron_cache.graphs.lanes.nxd_builder import NxdBuilderLane
@@ -39,11 +41,10 @@ def spec_of(graph: str, num_blocks: int = 64, dtype: torch.dtype = torch.bfloat1
     return found[graph]()
 
 
-@pytest.fixture(params=LANES, ids=lambda lane: lane.name)
-def lane(request):
+def new_lane(lane_class: type[Lane], kernel: str) -> Lane:
     """A new lane, where its package and a device are there."""
     try:
-        lane = request.param()
+        lane = lane_class(kernel)
     except ConfigurationError as error:
         pytest.skip(str(error))
     try:
@@ -51,6 +52,18 @@ def lane(request):
     except (AssertionError, RuntimeError) as error:
         pytest.skip(f"no Neuron device: {error}")
     return lane
+
+
+@pytest.fixture(params=LANES, ids=lambda lane: lane.name)
+def lane(request):
+    """With the compiler's own graphs."""
+    return new_lane(request.param, "compiler")
+
+
+@pytest.fixture(params=LANES, ids=lambda lane: lane.name)
+def nki_lane(request):
+    """With kernels in its graphs."""
+    return new_lane(request.param, "nki")
 
 
 def random_values(spec: GraphSpec, bucket: int, seed: int = 0) -> tuple[Any, ...]:
@@ -157,23 +170,25 @@ def test_graphs_share_the_buffer(lane):
         assert torch.equal(got, written[1])
 
 
+def seconds_of(lane: Lane, spec: GraphSpec) -> float:
+    """Of 50 launches of the smallest bucket."""
+    call, args = lowered(lane, spec, 64)
+    small = next(tensor for tensor in flatten(args) if tensor.dtype is torch.int32)
+    call(*args)
+    small.cpu()
+    started = time.perf_counter()
+    for _ in range(50):
+        call(*args)
+    small.cpu()  # waits for the device
+    return time.perf_counter() - started
+
+
 @torch.inference_mode()
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", ["encoder_write", "merge_rows"])
 def test_time_does_not_grow_with_the_buffer(lane, graph):
     """A copy of the whole buffer in a launch would take 32 times as long at 2048 blocks (1 GiB) as at 64."""
-    seconds = []
-    for num_blocks in (64, 2048):
-        spec = spec_of(graph, num_blocks)
-        call, args = lowered(lane, spec, 64)
-        small = next(tensor for tensor in flatten(args) if tensor.dtype is torch.int32)
-        call(*args)
-        small.cpu()
-        started = time.perf_counter()
-        for _ in range(50):
-            call(*args)
-        small.cpu()  # waits for the device
-        seconds.append(time.perf_counter() - started)
+    seconds = [seconds_of(lane, spec_of(graph, num_blocks)) for num_blocks in (64, 2048)]
     assert seconds[1] < 3 * seconds[0]
 
 
@@ -193,3 +208,68 @@ def test_memory_does_not_grow_by_a_call(lane, graph):
         call(*args)
     assert memory.memory_allocated() <= before
     assert memory.max_memory_allocated() < before + largest
+
+
+# Kernels in the graphs, `kernel` "nki" -----------------------------------------------------------------------------
+
+
+def kernel_spec(graph: str, dtype: torch.dtype, num_blocks: int = 64) -> GraphSpec:
+    """With the same buckets as the compiler's."""
+    buffer = BufferShape(num_blocks, BLOCK_SIZE, FAT_DIM, dtype)
+    if graph == "encoder_write":
+        return replace(write_spec(buffer, "nki"), buckets=(64, 256))
+    merge = merge_spec(buffer, "nki", num_levels=LEVELS, max_step_tokens=STEP_TOKENS)
+    return replace(merge, buckets=(64, 256))
+
+
+def as_columns(graph: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A call of the compiler's graph as one of the kernel's."""
+    if graph == "encoder_write":
+        return *values[:2], (values[2] * BLOCK_SIZE + values[3])[:, None]
+    return *values[:3], values[3][:, None], values[4][:, None]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("graph", ["encoder_write", "merge_rows"])
+def test_a_kernel_in_a_graph_gives_what_the_compilers_graph_gives(nki_lane, graph, dtype):
+    compiler, spec = spec_of(graph, dtype=dtype), kernel_spec(graph, dtype)
+    for bucket in spec.buckets:
+        call, args = lowered(nki_lane, spec, bucket)
+        for seed in (1, 2):
+            values = random_values(compiler, bucket, seed)
+            refill(args, as_columns(graph, values))
+            before = addresses(args)
+            compiler.fn(*values)
+            call(*args)
+            for name, tensor, value in zip(flat_names(spec.fn, args), flatten(args), flatten(values)):
+                if spec.mutates[0] == name or name.startswith("deepstack"):
+                    assert torch.equal(tensor.cpu().view(torch.uint8), value.view(torch.uint8)), (name, bucket, seed)
+            assert addresses(args) == before
+
+
+@torch.inference_mode()
+def test_a_cache_with_kernels_is_the_cache_with_the_compilers_graphs(nki_lane):
+    runtime = check_against_the_compiler(nki_lane, torch.device(DEVICE))
+    assert [graph.spec.name for graph in runtime.graphs] == ["encoder_write_nki", "encoder_stamp", "merge_rows_nki"]
+    assert nki_lane.num_compiled == sum(len(graph.buckets) for graph in runtime.graphs)
+
+
+@torch.inference_mode()
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", ["encoder_write", "merge_rows"])
+def test_time_of_a_kernel_does_not_grow_with_the_buffer(nki_lane, graph):
+    """Nor do the operators around it copy the buffer."""
+    seconds = [seconds_of(nki_lane, kernel_spec(graph, torch.bfloat16, num_blocks)) for num_blocks in (64, 2048)]
+    assert seconds[1] < 3 * seconds[0]
+
+
+# The language model's prefill, for `compiled_prefill` --------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_prefill_takes_the_caches_rows_and_gives_the_hidden_states_of_a_cpu(lane):
+    got = chunks_of(lane, torch.device(DEVICE))
+    assert_close(got, chunks_of(make_lane("eager"), torch.device("cpu")))
+    with pytest.raises(AssertionError):
+        assert_close(got, chunks_of(make_lane("eager"), torch.device("cpu"), item_at=21))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prefill_on_lane import assert_close, chunks_of
 
 from vllm_neuron_cache.encoder_cache.read_plan import ReadPlan, source_rows
 from vllm_neuron_cache.errors import GraphRecompiledError, GraphRuleError
@@ -459,3 +460,25 @@ def test_a_step_takes_what_was_filled_once_and_padding_is_text():
     assert rows.take(4) is None
     rows.fill_with_text()
     assert rows.take(6).tolist() == [TEXT_ROW] * 6
+
+
+# The cache's own rows in it, as a device will have it (test_neuron_device.py) ---------------------------------------
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "lane",
+    [
+        pytest.param(
+            "inductor", marks=pytest.mark.skipif(not compiler_available(), reason="inductor needs a C++ compiler")
+        ),
+        "check",
+    ],
+)
+def test_chunks_over_the_caches_own_buffer_are_the_same_in_every_lane(lane):
+    expected = chunks_of(make_lane("eager"), torch.device("cpu"))
+    assert all(torch.isfinite(hidden).all() for hidden in expected)
+    assert_close(chunks_of(make_lane(lane), torch.device("cpu")), expected)
+    moved = chunks_of(make_lane("eager"), torch.device("cpu"), item_at=21)
+    with pytest.raises(AssertionError):
+        assert_close(moved, expected)

@@ -1,8 +1,12 @@
 """torch_xla's lazy mode on CPU: it aliases what a graph mutates by itself, and has one graph for each bucket."""
 
+import json
 import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +112,109 @@ def test_result_is_eagers(torch_xla, name):
     expected = [tensor for arg, tensor in zip(names, flatten(traced.args)) if arg in mutated]
     for target, tensor in zip(traced.targets, expected, strict=True):
         assert torch.equal(target.cpu(), tensor)
+
+
+# A second start ----------------------------------------------------------------------------------------------------
+
+BLOCKS, STEP_TOKENS = 300, 4096
+STARTS = {
+    "first": (BLOCKS, STEP_TOKENS, 1),
+    "second": (BLOCKS, STEP_TOKENS, 2),
+    "one block more": (BLOCKS + 1, STEP_TOKENS),
+    "shorter steps": (BLOCKS, 1024),
+}
+
+
+@pytest.fixture(scope="module")
+def started():
+    """By name: what a process found that started the cache, and the first two served steps, each with other data."""
+    found: dict[str, Any] = {}
+
+    def start(name: str) -> dict[str, Any]:
+        if name not in found:
+            script = Path(__file__).with_name("xla_graph_hashes.py")
+            environment = os.environ | {"PJRT_DEVICE": "CPU"}
+            environment.pop("XLA_FLAGS", None)
+            run = subprocess.run(
+                [sys.executable, script, *map(str, STARTS[name])],
+                capture_output=True,
+                text=True,
+                timeout=600,
+                env=environment,
+            )
+            assert run.returncode == 0, run.stderr[-5000:]
+            found[name] = json.loads(run.stdout.splitlines()[-1])
+        return found[name]
+
+    return start
+
+
+def test_a_second_start_has_the_graphs_of_the_first(started):
+    """XLA keeps a compilation by this hash, and so does neuronx-cc's cache on disk: nothing is left to compile."""
+    first, second = started("first")["warm_up"], started("second")["warm_up"]
+    assert first == second
+    assert [graph for graph in first if graph.startswith("encoder_write")] == [
+        f"encoder_write {rows}" for rows in (64, 128, 256, 512, 1024, 2048)
+    ]
+    assert {"encoder_stamp 4", "encoder_stamp 32", "encoder_stamp 256"} <= set(first)
+    assert {"merge_rows 64", "merge_rows 4096"} <= set(first)
+    assert [len(hashes) for hashes in first.values()] == [1] * len(first)
+    assert len({hashes[0] for hashes in first.values()}) == len(first)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_serving_makes_no_graph_that_warm_up_did_not(started, name):
+    start = started(name)
+    assert start["after_serving"] == start["warm_up"]
+    assert set(start["calls"]) == set(start["warm_up"]) and start["rows_exact"] > STEP_TOKENS
+
+
+def test_another_number_of_blocks_is_another_graph_in_every_bucket(started):
+    first, other = started("first")["warm_up"], started("one block more")["warm_up"]
+    assert first.keys() == other.keys()
+    assert [graph for graph in first if first[graph] == other[graph]] == []
+
+
+def test_another_length_of_step_is_another_merge_and_no_other_write(started):
+    first, other = started("first")["warm_up"], started("shorter steps")["warm_up"]
+    assert {graph.split()[0] for graph in other if first[graph] != other[graph]} == {"merge_rows"}
+    assert "merge_rows 4096" not in other and "merge_rows 1024" in other
+
+
+# A kernel in a graph of the older stack ----------------------------------------------------------------------------
+
+
+def kernel_graph(torch_xla, monkeypatch, whole_buffer_copied=False):
+    """What XLA gets of the write by a kernel; in the kernel's place a scatter, out of place as the older stack has it.
+    The kernel itself is for a device."""
+    pytest.importorskip("older_torch")
+    from vllm_neuron_cache.graphs.catalog import write_spec
+    from vllm_neuron_cache.graphs.functional import functional_form
+    from vllm_neuron_cache.kernels import block_scatter
+
+    def kernel(buffer, rows, row_ids, chunk):
+        flat = buffer.view(-1, buffer.shape[2])
+        new = flat.index_put((row_ids[:, 0],), rows).view(buffer.shape)
+        return new + torch.zeros_like(new) if whole_buffer_copied else new
+
+    monkeypatch.setattr(block_scatter, "block_scatter", kernel)
+    spec = write_spec(BUFFER, "nki")
+    args = spec.example_args(64)
+    row_ids = torch.arange(64, dtype=torch.int32)[:, None]
+    values = [torch.zeros(args[0].shape), torch.randn(args[1].shape), row_ids]
+    form = functional_form(spec, args)
+    lazy = [tensor.to(torch_xla.device()) for tensor in values]
+    torch_xla.sync(wait=True)
+    (new,) = form(form.states(lazy), form.inputs(lazy))
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([new])
+    assert torch.equal(new.cpu().flatten(0, 1)[:64], values[1])
+    return hlo
+
+
+@pytest.mark.parametrize("whole_buffer_copied", [False, True], ids=["kernel", "control"])
+def test_an_operator_of_a_kernel_adds_no_pass_over_the_buffer(torch_xla, monkeypatch, whole_buffer_copied):
+    hlo = kernel_graph(torch_xla, monkeypatch, whole_buffer_copied)
+    entry = hlo[hlo.index("ENTRY") :]
+    shapes = rf"f32\[(?:{BUFFER.num_blocks},{BUFFER.block_size}|{BUFFER.num_rows}),{BUFFER.fat_dim}\]\S* (\w[\w-]*)\("
+    passes = set(re.findall(shapes, entry)) - {"parameter", "reshape", "transpose", "tuple"}
+    assert "add" in passes if whole_buffer_copied else passes == {"scatter"}

@@ -38,6 +38,9 @@ def run(*arguments):
     return CliRunner().invoke(graphs_app, [str(argument) for argument in arguments])
 
 
+NKI = '{"vllm_neuron_cache": {"kernel": "nki", "lane": "neuron"}}'
+
+
 def result_of(tmp_path, *arguments):
     result = run(*arguments, "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
@@ -94,6 +97,17 @@ def test_every_graph_keeps_the_rules(model, tmp_path):
     checked = result_of(tmp_path, "check", model, "--max-num-batched-tokens", 256)
     assert {row["graph"] for row in checked["graphs"]} == {"encoder_write", "encoder_stamp", "merge_rows"}
     assert not [row for row in checked["graphs"] if row["violations"]]
+
+
+def test_the_kernels_graphs_are_listed_and_keep_the_rules(model, tmp_path):
+    options = ("--max-num-batched-tokens", 256, "--additional-config", NKI)
+    names = {"encoder_write_nki", "encoder_stamp", "merge_rows_nki"}
+    assert {row["graph"] for row in result_of(tmp_path, "list", model, *options)["graphs"]} == names
+    checked = result_of(tmp_path, "check", model, *options)["graphs"]
+    assert {row["graph"] for row in checked} == names and not [row for row in checked if row["violations"]]
+    shown = result_of(tmp_path, "show", model, "--graph", "merge_rows_nki", *options)
+    assert shown["operators"]["vllm_neuron_cache.gather_merge"] == 4
+    assert list(shown["aliases"]) == ["hidden", "deepstack[0]", "deepstack[1]", "deepstack[2]"]
 
 
 def test_a_graph_that_breaks_a_rule_is_named_and_is_exit_status_1(model, tmp_path, monkeypatch):

@@ -40,7 +40,8 @@ def acceptance(
     check_writable(json_file)
     import torch
 
-    from vllm_neuron_cache.acceptance import chip_of, instance_type, require_device, run_acceptance
+    from vllm_neuron_cache.acceptance.machine import chip_of, instance_type, require_device
+    from vllm_neuron_cache.acceptance.run import run_acceptance
     from vllm_neuron_cache.graphs.deployment import plan_deployment
 
     if lane is not None and lane not in LANES:
@@ -56,7 +57,7 @@ def acceptance(
             )
     engine = read_engine_file(config)
     lane = lane or engine.config.lane
-    require_device(lane, device, instance)
+    require_device(lane, device, instance, engine.config.kernel)
     deployment = plan_deployment(
         load_model_shape(model or Path(engine.model), dtype=engine.dtype),
         engine.config,

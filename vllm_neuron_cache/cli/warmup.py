@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vllm_neuron_cache.cli.engine_file import read_engine_file
 from vllm_neuron_cache.cli.report import check_writable, write_json
-from vllm_neuron_cache.config import LANES
+from vllm_neuron_cache.config import LANES, require_kernel
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.planner.model import load_model_shape
 
@@ -33,6 +33,7 @@ def warmup(
     lane = engine.config.lane if lane is None else lane
     if lane not in LANES:
         raise ConfigurationError(f"--lane is {lane!r}; give one of {', '.join(LANES)}.")
+    require_kernel(engine.config.kernel, lane)
     import torch
 
     from vllm_neuron_cache.graphs.deployment import plan_deployment
@@ -47,7 +48,12 @@ def warmup(
         device=device,
     )
     entries = manifest(deployment)
-    result = {"lane": lane, "cache": deployment.geometry._asdict(), "graphs": [entry._asdict() for entry in entries]}
+    result = {
+        "lane": lane,
+        "kernel": deployment.kernel,
+        "cache": deployment.geometry._asdict(),
+        "graphs": [entry._asdict() for entry in entries],
+    }
     console = Console()
     table = Table(title=f"{len(entries)} graphs")
     for column in ("graph", "bucket", "hash", "MiB of arguments"):
@@ -57,7 +63,7 @@ def warmup(
     console.print(table)
     if not dry_run:
         with console.status(f"Compiling in lane {lane}"):
-            done = warm_up(deployment, make_lane(lane), torch.device(device))
+            done = warm_up(deployment, make_lane(lane, deployment.kernel), torch.device(device))
         console.print(f"Lowered {done.graphs_lowered} graphs, {done.graphs_from_cache} of them from a cache on disk.")
         result |= done._asdict()
     if json_file is not None:

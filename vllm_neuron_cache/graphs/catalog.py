@@ -14,7 +14,13 @@ MIN_MERGE_ROWS = 64
 """Smallest merge bucket: below it a graph's launch costs more than its rows."""
 
 
-def write_spec(buffer: BufferShape) -> GraphSpec:
+def write_spec(buffer: BufferShape, kernel: str = "compiler") -> GraphSpec:
+    """With `kernel` "nki" raises `ConfigurationError` for a buffer that kernels cannot index."""
+    if kernel == "nki":
+        # Not at the top, here and below: where nki is installed it takes a while to load, and nothing else needs it.
+        from vllm_neuron_cache.graphs.kernel_calls import encoder_write_nki_spec
+
+        return encoder_write_nki_spec(WRITE_BUCKETS, buffer)
     return encoder_write_spec(WRITE_BUCKETS, buffer)
 
 
@@ -22,17 +28,32 @@ def stamp_spec(buffer: BufferShape) -> GraphSpec:
     return encoder_stamp_spec(STAMP_BUCKETS, buffer.num_blocks)
 
 
-def merge_spec(buffer: BufferShape, *, num_levels: int, max_step_tokens: int) -> GraphSpec:
-    """`num_levels` deepstack levels beside the hidden state; steps of at most `max_step_tokens` token rows."""
+def merge_spec(buffer: BufferShape, kernel: str = "compiler", *, num_levels: int, max_step_tokens: int) -> GraphSpec:
+    """`num_levels` deepstack levels beside the hidden state; steps of at most `max_step_tokens` token rows.
+
+    Raises as `write_spec` does.
+    """
     buckets = doubling_buckets(MIN_MERGE_ROWS, max_step_tokens)
+    if kernel == "nki":
+        from vllm_neuron_cache.graphs.kernel_calls import merge_rows_nki_spec
+
+        return merge_rows_nki_spec(buckets, buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)
     return merge_rows_spec(buckets, buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)
 
 
 def encoder_cache_specs(
-    buffer: BufferShape, *, num_levels: int, max_step_tokens: int, merges_in_prefill: bool = False
+    buffer: BufferShape,
+    kernel: str = "compiler",
+    *,
+    num_levels: int,
+    max_step_tokens: int,
+    merges_in_prefill: bool = False,
 ) -> tuple[GraphSpec, ...]:
-    """All that a worker warms up, in its order. A model that merges in its own prefill needs no graph for it."""
-    specs = write_spec(buffer), stamp_spec(buffer)
+    """All that a worker warms up, in its order. A model that merges in its own prefill needs no graph for it.
+
+    Raises as `write_spec` does.
+    """
+    specs = write_spec(buffer, kernel), stamp_spec(buffer)
     if merges_in_prefill:
         return specs
-    return *specs, merge_spec(buffer, num_levels=num_levels, max_step_tokens=max_step_tokens)
+    return *specs, merge_spec(buffer, kernel, num_levels=num_levels, max_step_tokens=max_step_tokens)

@@ -27,6 +27,10 @@ class Deployment(NamedTuple):
     num_levels: int
     """Deepstack levels beside the hidden state."""
     max_step_tokens: int
+    kernel: str
+    """What moves rows, one of `config.KERNELS`."""
+    merges_in_prefill: bool
+    """Whether the model merges in its own prefill, and no graph does."""
     encoders: tuple[EncoderAdapter, ...]
     """Those that are compiled, without a model behind them."""
     attention_block: int
@@ -46,7 +50,7 @@ def plan_deployment(
 
     `max_num_batched_tokens` and `max_model_len` are vLLM's, in tokens; without the latter it is the model's. On a
     "neuron" `device` the default block is the encoder's. Raises `ConfigurationError` for another device than that and
-    "cpu", and as `cache_geometry` does.
+    "cpu", and as `cache_geometry` and `write_spec` do.
     """
     if device not in DEVICES:
         raise ConfigurationError(f"device is {device!r}; give {' or '.join(DEVICES)}.")
@@ -63,6 +67,7 @@ def plan_deployment(
     specs = list(
         encoder_cache_specs(
             buffer,
+            config.kernel,
             num_levels=levels,
             max_step_tokens=max_num_batched_tokens,
             merges_in_prefill=config.compiled_prefill,
@@ -73,4 +78,14 @@ def plan_deployment(
     for adapter in encoders:
         form = plain_form(adapter.weight_shapes, adapter.dtype)
         specs += encoder_specs(adapter, form, buffer, encoder_ladder(adapter, attention_block), ONE_RANK).values()
-    return Deployment(geometry, buffer, levels, max_num_batched_tokens, tuple(encoders), attention_block, tuple(specs))
+    return Deployment(
+        geometry=geometry,
+        buffer=buffer,
+        num_levels=levels,
+        max_step_tokens=max_num_batched_tokens,
+        kernel=config.kernel,
+        merges_in_prefill=config.compiled_prefill,
+        encoders=tuple(encoders),
+        attention_block=attention_block,
+        specs=tuple(specs),
+    )

@@ -3,9 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_neuron_cache.kernels.operators import KernelOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class GraphSpec:
     opaque: frozenset[str] = frozenset()
     """Operators outside of torch's own that the graph calls, without overload ("namespace.name"). What they do inside
     is theirs: rules and alias proof leave them out, and not what is around them."""
+    kernel_fn: Callable[[Callable[["KernelOperator"], Callable[..., None]]], Callable[..., Any]] | None = None
+    """Of a graph that calls kernels: makes `fn` anew, with whatever a lane has in the place of each operator."""
     work_bytes: int = 0
     """Bytes that one more row in the bucket takes while the graph computes, at most; 0 for one that only moves rows."""
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import neuron_device as neuron
 
-from vllm_neuron_cache.acceptance import check_device, serve_and_compare
+from vllm_neuron_cache.acceptance.device_checks import check_device
+from vllm_neuron_cache.acceptance.tokens import serve_and_compare
 from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.demo.comparison import load_media, start_pair
 from vllm_neuron_cache.graphs.deployment import plan_deployment

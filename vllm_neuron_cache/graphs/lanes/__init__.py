@@ -27,9 +27,10 @@ _LANES: dict[str, type[Lane]] = {
 }
 
 
-def make_lane(name: str) -> Lane:
-    """A new lane by its configuration name.
+def make_lane(name: str, kernel: str = "compiler") -> Lane:
+    """A new lane by its configuration name, whose graphs move rows by `kernel`, one of `config.KERNELS`.
 
-    Raises `KeyError` for a name that `config.LANES` does not list, `ConfigurationError` if its compiler is missing.
+    Raises `KeyError` for a name that `config.LANES` does not list, `ConfigurationError` if its compiler or the
+    kernels are missing, or the kernels cannot run in it.
     """
-    return _LANES[name]()
+    return _LANES[name](kernel)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
+from vllm_neuron_cache.config import require_kernel
 from vllm_neuron_cache.errors import GraphRecompiledError, GraphRuleError, GraphViolation
 from vllm_neuron_cache.graphs.check import alias_violations
 from vllm_neuron_cache.graphs.spec import GraphSpec, flat_names, flatten
@@ -25,7 +26,16 @@ class Lane(abc.ABC):
 
     name: ClassVar[str]
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: str = "compiler") -> None:
+        """Raises `ConfigurationError` if the kernels are missing, or do not run in this lane."""
+        require_kernel(kernel, self.name)
+        if kernel == "nki":
+            # Not at the top: where nki is installed it takes a while to load, and nothing else needs it.
+            from vllm_neuron_cache.kernels.dialect import require_nki
+
+            require_nki()
+        self.kernel = kernel
+        """What moves rows in the graphs that it is given, one of `config.KERNELS`."""
         self.num_compiled = 0
         """Compilations so far."""
         self.num_from_cache = 0

@@ -14,8 +14,8 @@ class EagerLane(Lane):
 
     name = "eager"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kernel: str = "compiler") -> None:
+        super().__init__(kernel)
         self._aliases: dict[Callable[..., Any], tuple[str, ...]] = {}
 
     def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered:

