@@ -90,6 +90,26 @@ def pool(
         write_json(json_file, result)
 
 
+@bench_app.command(name="stage-cache")
+def stage_cache(
+    json_file: JsonFile = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")] = 5,
+) -> None:
+    """The stage cache beside vLLM-Omni's own, where that is installed, and beside straight-line code (needs about 3 GB
+    of memory)."""
+    from vllm_neuron_cache.bench.stage_cache import bench_stage_cache
+
+    check_writable(json_file)
+    with _progress() as progress:
+        task = progress.add_task("Stage cache")
+        result = bench_stage_cache(rounds=rounds, step=lambda text: progress.update(task, description=text))
+    _show("The stage cache beside vLLM-Omni's and straight-line code", result)
+    if result["workload_ratio_peer"] is None:
+        Console().print("vLLM-Omni is not installed: run this through scripts/omni_env to compare with it.")
+    if json_file is not None:
+        write_json(json_file, result)
+
+
 def _progress() -> Progress:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*columns, console=Console(), transient=True)

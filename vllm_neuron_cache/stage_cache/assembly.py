@@ -1,6 +1,6 @@
 """Puts together what a step hands on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ class SavedStep:
 
     slot: int
     """Of the staging buffers."""
-    index_of: Mapping[str, int]
-    """Request id -> its place in the batch."""
+    req_ids: Sequence[str]
+    """Of the batch, in its order."""
     row_starts: np.ndarray
     """int64 `[R]`, the first row that each request hands on, within the batch."""
     row_stops: np.ndarray
@@ -54,8 +54,9 @@ class Assembly:
         another. Raises `OmniPrefixCacheUnmatchError` with the outputs of the others if some have failed."""
         hidden = None
         mm_outputs: dict[str, dict[str, Any]] = {}
+        index_of = {req_id: index for index, req_id in enumerate(self.step.req_ids)}
         for key in self._keys(req_ids):
-            outputs = self._rows_of(key, req_ids)
+            outputs = self._rows_of(key, req_ids, index_of)
             if key == HIDDEN_KEY:
                 hidden = outputs
             elif outputs:
@@ -84,7 +85,7 @@ class Assembly:
                 keys |= read.keys | read.lost
         return sorted(keys)
 
-    def _rows_of(self, key: str, req_ids: list[str]) -> dict[str, Any]:
+    def _rows_of(self, key: str, req_ids: list[str], index_of: Mapping[str, int]) -> dict[str, Any]:
         reason = self.step.broken.get(key)
         source = self.step.sources.get(key)
         rows = None
@@ -98,7 +99,7 @@ class Assembly:
             return {}
         outputs = {}
         for req_id in req_ids:
-            index = self.step.index_of[req_id]
+            index = index_of[req_id]
             new = None if rows is None else rows[self.step.row_starts[index] : self.step.row_stops[index]]
             read = self.step.reads.get(req_id)
             if read is None:
@@ -143,7 +144,7 @@ class Assembly:
         self.counts.bytes_from_cache += (read.num_hit - num_absent) * out[0].nbytes
         if new is None:
             # The step made no rows for the key; without the cache only the steps of the hit would have.
-            return out[: read.num_hit]
+            return out[: read.num_hit].clone() if read.num_new else out
         out[read.num_hit :] = new
         self.counts.rows_computed += len(new)
         return out

@@ -1,6 +1,5 @@
 """Rows on the device, in a pool that compiled graphs write and read."""
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,7 +12,14 @@ from vllm_neuron_cache.graphs.spec import BufferShape, doubling_buckets, split_b
 from vllm_neuron_cache.graphs.stage_rows import stage_gather_spec, stage_write_spec
 from vllm_neuron_cache.stage_cache.interface import PrefixCacheConfig
 from vllm_neuron_cache.stage_cache.policy import KeyMemory, KeySpec
-from vllm_neuron_cache.stage_cache.row_store import HeldRows, RowStore, StagedRows, check_capacity, clear_rows
+from vllm_neuron_cache.stage_cache.row_store import (
+    HeldRows,
+    RowStore,
+    StagedRows,
+    check_capacity,
+    clear_rows,
+    empty_rows,
+)
 from vllm_neuron_cache.stage_cache.row_store import torch_dtype as dtype_of
 
 SMALLEST_BUCKET = 16
@@ -68,7 +74,8 @@ class DeviceRowStore(RowStore):
         )
 
     def _allocate(self, spec: KeySpec) -> None:
-        shape = BufferShape(self.config.num_blocks + 1, self.config.block_size, math.prod(spec.shape), dtype_of(spec))
+        example = _as_words(torch.empty(1, *spec.shape, dtype=dtype_of(spec)))
+        shape = BufferShape(self.config.num_blocks + 1, self.config.block_size, example.shape[1], example.dtype)
         rows = torch.zeros(shape[:3], dtype=shape.dtype, device=self._device)
         write = BucketedGraph(stage_write_spec(self._write_buckets, shape), self._lane)
         gather = BucketedGraph(stage_gather_spec(self._read_buckets, shape), self._lane)
@@ -82,7 +89,7 @@ class DeviceRowStore(RowStore):
         # shapes of the tensors, which are those of the forward's graphs, so that they are no new shapes on the device.
         copies = {key: tensor.clone() for key, tensor in tensors.items()}
         for key, tensor in copies.items():
-            self._scatter(self._pools[key], tensor.reshape(len(tensor), -1), num_rows, slots)
+            self._scatter(self._pools[key], _as_words(tensor), num_rows, slots)
         return _OnDevice({key: tensor[:num_rows] for key, tensor in copies.items()}, self.config.copy_chunk_bytes)
 
     def hold(self, tensors: Mapping[str, torch.Tensor], num_rows: int, slots: np.ndarray) -> StagedRows:
@@ -91,8 +98,8 @@ class DeviceRowStore(RowStore):
 
     def read(self, key: str, slots: np.ndarray, absent: np.ndarray | None, num_new: int) -> torch.Tensor:
         spec, pool = self._specs[key], self._pools[key]
-        out = torch.empty(len(slots) + num_new, *spec.shape, dtype=dtype_of(spec))
-        flat = out.reshape(len(out), pool.rows.shape[-1])
+        out = empty_rows(spec, len(slots) + num_new)
+        flat = _as_words(out)
         first = 0
         largest = self._read_buckets[-1]
         while first < len(slots):
@@ -125,6 +132,13 @@ class DeviceRowStore(RowStore):
             )
         block_ids, block_rows = torch.from_numpy(places).to(self._device)
         return block_ids, block_rows
+
+
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as `[rows, width]`, sharing their memory. Numbers of eight bytes become pairs of int32, as `graphs.check`
+    has it: no device scatter takes more than 32 bits."""
+    flat = rows.reshape(len(rows), -1)
+    return flat.view(torch.int32) if flat.dtype.itemsize == 8 else flat
 
 
 class _OnDevice(HeldRows):

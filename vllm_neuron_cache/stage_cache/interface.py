@@ -78,6 +78,3 @@ class WriteState(enum.Enum):
     WRITTEN = "written"
     """Rows are in the store."""
     FAILED = "failed"
-
-
-WRITE_CHAIN = tuple(state for state in WriteState if state is not WriteState.FAILED)

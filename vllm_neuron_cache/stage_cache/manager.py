@@ -252,10 +252,12 @@ class OmniPrefixCacheManager:
     def _admit(self, request: Any) -> None:
         if request.req_id in self._tracker:
             token_ids = getattr(request, "prefill_token_ids", None)
-            self._tracker.restart(request.req_id, None if token_ids is None else len(token_ids))
+            # Without them it is its next chunk, which follows what counts of what was computed.
+            num_tokens = request.num_computed_tokens + 1 if token_ids is None else len(token_ids)
+            self._tracker.restart(request.req_id, num_tokens)
         else:
             self._tracker.admit(request.req_id)
-            self._num_prompt_tokens[request.req_id] = len(getattr(request, "prompt_token_ids", None) or ())
+        self._num_prompt_tokens[request.req_id] = len(getattr(request, "prompt_token_ids", None) or ())
 
     def _restart(self, req_id: str, num_output_tokens: int) -> None:
         num_prompt_tokens = self._num_prompt_tokens.get(req_id)
@@ -337,12 +339,15 @@ class OmniPrefixCacheManager:
         if lost:
             self._controller.lose(lost, blocks, epochs, num_rows)
         firsts = self._tracker.plan(layout.req_ids, layout.starts, layout.counts)
-        reads = self._plan_reads(layout, firsts)
-        skipped = np.clip(firsts - layout.starts, 0, layout.counts)
+        row_starts = layout.row_stops - layout.counts
+        reads: dict[str, HitRead] = {}
+        if (firsts != layout.starts).any():  # not while everybody decodes
+            reads = self._plan_reads(layout, firsts)
+            row_starts += np.clip(firsts - layout.starts, 0, layout.counts)
         self._saved[self._step] = SavedStep(
             slot=slot,
-            index_of={req_id: index for index, req_id in enumerate(layout.req_ids)},
-            row_starts=layout.row_stops - layout.counts + skipped,
+            req_ids=layout.req_ids,
+            row_starts=row_starts,
             row_stops=layout.row_stops,
             reads=reads,
             sources=sources,
@@ -398,7 +403,8 @@ class OmniPrefixCacheManager:
                 f"step id {step_id} {known}; each one that save_outputs returns is used once. Unused are "
                 f"{sorted(self._saved)}"
             )
-        unknown = [req_id for req_id in req_ids if req_id not in step.index_of]
+        known_ids = set(step.req_ids)
+        unknown = [req_id for req_id in req_ids if req_id not in known_ids]
         if unknown:
             raise OmniPrefixCacheUnmatchError(
                 f"requests {unknown[:8]} are not of step {step_id}; give those of the batch as it was saved",

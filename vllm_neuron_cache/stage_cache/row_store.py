@@ -61,7 +61,9 @@ class RowStore(ABC):
         new = [spec for spec in specs if spec.name not in self._specs]
         check_memory(self.memory(new), getattr(self.config, self.limit_name), self.limit_name)
         for spec in new:
-            self._allocate(spec)
+            # A key that turns up in a step is opened in the runner's inference mode, and need not be used in it.
+            with torch.inference_mode(False):
+                self._allocate(spec)
             self._specs[spec.name] = spec
 
     @abstractmethod
@@ -118,19 +120,18 @@ class StagingBufferPool:
 
     def __init__(self, config: PrefixCacheConfig) -> None:
         self._config = config
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._rows: dict[str, Sequence[np.ndarray]] = {}
+        self._slots: dict[str, Sequence[tuple[torch.Tensor, np.ndarray]]] = {}
 
     def open_key(self, spec: KeySpec, *, pinned: bool) -> None:
         """Allocates and touches the buffers of a key; `pinned` for copies that a device makes by itself."""
         shape = (self._config.staging_depth, self._config.staging_capacity_tokens, *spec.shape)
         buffer = torch.zeros(shape, dtype=torch_dtype(spec), pin_memory=pinned)
-        self._buffers[spec.name] = buffer
-        self._rows[spec.name] = [as_rows(slot) for slot in buffer]
+        self._slots[spec.name] = [(slot, as_rows(slot)) for slot in buffer]
 
     def views(self, slot: int, key: str, num_rows: int) -> tuple[torch.Tensor, np.ndarray]:
         """The first rows of a slot, as a tensor and as `as_rows`."""
-        return self._buffers[key][slot, :num_rows], self._rows[key][slot][:num_rows]
+        tensor, rows = self._slots[key][slot]
+        return tensor[:num_rows], rows[:num_rows]
 
 
 class HostRowStore(RowStore):
@@ -162,7 +163,7 @@ class HostRowStore(RowStore):
 
     def read(self, key: str, slots: np.ndarray, absent: np.ndarray | None, num_new: int) -> torch.Tensor:
         spec = self._specs[key]
-        out = torch.empty(len(slots) + num_new, *spec.shape, dtype=torch_dtype(spec))
+        out = empty_rows(spec, len(slots) + num_new)
         self._pool.read(key, slots, as_rows(out)[: len(slots)])
         clear_rows(out, absent)
         return out
@@ -238,6 +239,13 @@ class HeldRows(StagedRows):
 
 def torch_dtype(spec: KeySpec) -> torch.dtype:
     return getattr(torch, spec.dtype)
+
+
+def empty_rows(spec: KeySpec, num_rows: int) -> torch.Tensor:
+    """A host tensor `[num_rows, *feature]`, which may be changed in inference mode and outside of it: the runner is in
+    it, and whoever takes the outputs may not be."""
+    with torch.inference_mode(False):
+        return torch.empty(num_rows, *spec.shape, dtype=torch_dtype(spec))
 
 
 def as_rows(tensor: torch.Tensor) -> np.ndarray:

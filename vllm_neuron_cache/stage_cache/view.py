@@ -49,11 +49,16 @@ class FullAttentionGroupView:
                 "enable_prefix_caching off for this stage"
             )
         check_block_layout(tables[0], block_size)
+        self._table_tensor: Any = None
+        self._table_array: np.ndarray
 
     @property
     def _table(self) -> np.ndarray:
         """int32 `[requests, blocks]`."""
-        return self._input_batch.block_table[0].block_table.cpu.numpy()
+        tensor = self._input_batch.block_table[0].block_table.cpu
+        if tensor is not self._table_tensor:
+            self._table_tensor, self._table_array = tensor, tensor.numpy()
+        return self._table_array
 
     def step_layout(self, num_scheduled: Mapping[str, int]) -> StepLayout:
         """The step that the batch is in. `num_scheduled` has the tokens of each request that is scheduled.

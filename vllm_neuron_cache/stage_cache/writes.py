@@ -7,8 +7,15 @@ from typing import Any
 import numpy as np
 
 from vllm_neuron_cache.errors import IntegrityError, OmniPrefixCacheUnmatchError
-from vllm_neuron_cache.stage_cache.interface import WRITE_CHAIN, WriteState
+from vllm_neuron_cache.stage_cache.interface import WriteState
 from vllm_neuron_cache.stage_cache.reads import HitRead
+
+_NEXT_STATE = {
+    WriteState.PENDING: WriteState.QUEUED,
+    WriteState.QUEUED: WriteState.COPYING,
+    WriteState.COPYING: WriteState.HOST_READY,
+    WriteState.HOST_READY: WriteState.WRITTEN,
+}
 
 
 class StepWrite:
@@ -45,12 +52,8 @@ class StepWrite:
 
     def move_to(self, state: WriteState) -> None:
         """Moves one step down the chain, or to FAILED. Raises `OmniPrefixCacheUnmatchError` for any other move."""
-        finished = self.state in (WriteState.WRITTEN, WriteState.FAILED)
-        if state is WriteState.FAILED:
-            legal = not finished
-        else:
-            legal = not finished and WRITE_CHAIN.index(state) == WRITE_CHAIN.index(self.state) + 1
-        if not legal:
+        next_state = _NEXT_STATE.get(self.state)
+        if next_state is None or state not in (next_state, WriteState.FAILED):
             raise OmniPrefixCacheUnmatchError(
                 f"write of step {self.step} cannot go from {self.state.name} to {state.name}"
             )
@@ -133,7 +136,8 @@ class WriteLog:
         steps = [write.step for write in self._writes]
         if steps != sorted(set(steps)):
             raise IntegrityError(f"writes of steps {steps} are not in order")
-        running = [write.step for write in list(self._writes)[1:] if write.state not in WRITE_CHAIN[:2]]
+        waiting = (WriteState.PENDING, WriteState.QUEUED)
+        running = [write.step for write in list(self._writes)[1:] if write.state not in waiting]
         if running:
             raise IntegrityError(f"writes of steps {running} run before their turn")
         if self.num_bytes != sum(write.num_bytes for write in self._writes):
