@@ -3,8 +3,10 @@
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,75 @@ def test_the_whole_suite_runs_the_tests_of_lane_xla():
     """The script runs them itself, in an environment that this one must not build while it runs."""
     assert '"$repo_root/scripts/xla_env" || status=$?' in (ROOT / "scripts/test").read_text()
     assert "set -- pytest -m xla tests/graphs" in (ROOT / "scripts/xla_env").read_text()
+
+
+def test_the_whole_suite_runs_the_tests_with_vllm_omni():
+    """The script runs them itself, in an environment that this one must not build while it runs."""
+    assert '"$repo_root/scripts/omni_env" || status=$?' in (ROOT / "scripts/test").read_text()
+    assert "set -- pytest -m omni tests/stage_cache" in (ROOT / "scripts/omni_env").read_text()
+
+
+def test_the_environment_of_vllm_omni_runs_a_command():
+    """Where it was made."""
+    if not (ROOT / ".cache/envs/omni/.complete").exists():
+        pytest.skip("scripts/omni_env was not run here: the whole suite makes its environment beside this test")
+    command = [ROOT / "scripts/omni_env", "python", "-m", "vllm_neuron_cache.cli", "bench", "stage-cache", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "vLLM-Omni" in result.stdout
+
+
+PARTS = ("python", "scripts/xla_env", "scripts/omni_env", "scripts/other_pythons")
+"""What runs the tests, in the order in which it prints."""
+
+
+def stand_in(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """A repository with the script that runs the suite, and stand-ins for all that it calls."""
+    script = tmp_path / "scripts/test"
+    stand_in(script, (ROOT / "scripts/test").read_text())
+    stand_in(
+        tmp_path / "scripts/lib/environment.sh",
+        f"repo_root={tmp_path} venv_python={tmp_path}/python\nprepare_environment() {{ :; }}\nset_offline() {{ :; }}\n"
+        'say() { echo "$*"; }',
+    )
+    for name in PARTS:
+        stand_in(tmp_path / name, f"echo ran {name}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("failing", [*PARTS, None])
+def test_the_suite_fails_with_any_of_its_parts_and_runs_all_of_them(stand_ins, failing):
+    if failing:
+        stand_in(stand_ins / failing, f"echo ran {failing}; exit 7")
+    result = subprocess.run([stand_ins / "scripts/test"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (7 if failing else 0, "")
+    ran = [line for line in result.stdout.splitlines() if line.startswith("ran ")]
+    assert ran == [f"ran {name}" for name in PARTS]
+
+
+def test_an_interrupted_suite_leaves_nothing_running(stand_ins):
+    stand_in(stand_ins / "scripts/xla_env", f"sleep 600 & echo $! >{stand_ins}/pid; wait")
+    stand_in(stand_ins / "python", f"until [[ -s {stand_ins}/pid ]]; do sleep 0.1; done; exit 2")
+    result = subprocess.run([stand_ins / "scripts/test"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    pid, end = int((stand_ins / "pid").read_text()), time.monotonic() + 20
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not runs(pid)
+
+
+def runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_the_optional_environment_runs_its_tests():
@@ -93,6 +164,7 @@ def test_other_pythons_get_the_versions_of_this_one(name):
         "scripts/xla_env",
         "scripts/torch_xla_env",
         "scripts/other_pythons",
+        "scripts/omni_env",
         ".ci/run",
     ],
 )
