@@ -10,6 +10,11 @@ settings.register_profile("policy", deadline=None, derandomize=True, max_example
 settings.load_profile("policy")
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# One thread in each process, before torch is imported. The models here are too small to gain by a second one, and where
+# other processes have the cores, servers and ranks for example, every operator waits for it: ten times as long in all.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Or vLLM would choose the number for the workers that it starts, and bind all of them to the same cores.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.fixture(scope="session")

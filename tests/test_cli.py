@@ -61,24 +61,26 @@ def test_demo(tmp_path):
     assert values["graphs"]["compiled"] > 0 and values["graphs"]["recompiles_after_warmup"] == 0
 
 
-def test_demo_exits_with_one_if_a_token_differs(tmp_path):
-    """The demo's own command line in a process in which the cache loses its deepstack rows."""
-    code = (
-        "import sys\n"
-        "from vllm_neuron_cache.runtime import EncoderCacheRuntime\n"
-        "write = EncoderCacheRuntime.write\n"
-        "def damaged(self, key, output):\n"
-        "    output = output.clone(); output[:, 128:] = 0; write(self, key, output)\n"
-        "EncoderCacheRuntime.write = damaged\n"
-        "import vllm_neuron_cache.cli.demo as demo\n"
-        "requests = demo.demo_requests()[:3]\n"
-        "demo.demo_requests = lambda: requests\n"
-        f"sys.argv = ['vllm-neuron-cache', 'demo', '--json', {str(tmp_path / 'demo.json')!r}]\n"
-        "from vllm_neuron_cache.cli.main import main\n"
-        "main()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert result.returncode == 1, result.stdout + result.stderr
+def test_demo_exits_with_one_if_a_token_differs(tmp_path, monkeypatch):
+    """The demo's own command line in this process, in which the cache loses its deepstack rows."""
+    from vllm_neuron_cache.cli import demo
+    from vllm_neuron_cache.cli.main import main
+    from vllm_neuron_cache.runtime import EncoderCacheRuntime
+
+    write, requests = EncoderCacheRuntime.write, demo.demo_requests()[:3]
+
+    def damaged(runtime, key, output):
+        output = output.clone()
+        output[:, 128:] = 0
+        write(runtime, key, output)
+
+    monkeypatch.setattr(EncoderCacheRuntime, "write", damaged)
+    monkeypatch.setattr(demo, "demo_requests", lambda: requests)
+    monkeypatch.setattr(sys, "argv", ["vllm-neuron-cache", "demo", "--json", str(tmp_path / "demo.json")])
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
     assert json.loads((tmp_path / "demo.json").read_text())["tokens_identical"] is False
 
 

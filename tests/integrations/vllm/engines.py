@@ -7,6 +7,7 @@ from typing import Any
 from vllm_neuron_cache.demo.media import load_clip, load_photograph
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 
+SIZES = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
 PHOTOGRAPHS = ("astronaut", "chelsea", "china", "coffee", "hubble")
 
 
@@ -43,10 +44,24 @@ def serve(
 def start(checkpoint: Path, cache: dict | None, **arguments: Any) -> Any:
     """An `OfflineEngine`; imported here, so that collecting the tests needs no vLLM.
 
-    Tests that can should keep the sizes below: engines of one geometry share what inductor has compiled.
+    Tests that can should keep `SIZES`: engines of one geometry share what inductor has compiled.
     """
     from vllm_neuron_cache.integrations.vllm.offline import OfflineEngine
 
-    return OfflineEngine(
-        checkpoint, cache=cache, **({"max_model_len": 4096, "max_num_batched_tokens": 4096} | arguments)
-    )
+    return OfflineEngine(checkpoint, cache=cache, **(SIZES | arguments))
+
+
+_stock_tokens: dict[frozenset, list[tuple[int, ...]]] = {}
+
+
+def stock_tokens(checkpoint: Path, **arguments: Any) -> list[tuple[int, ...]]:
+    """What `serve` gives for the mixed requests from stock vLLM in this process: computed once in a session for each
+    checkpoint and arguments. Not while another engine is open, which would lose vLLM's process groups."""
+    key = frozenset({"checkpoint": checkpoint, **SIZES, **arguments}.items())
+    if key not in _stock_tokens:
+        stock = start(checkpoint, None, **arguments)
+        _stock_tokens[key] = serve(stock, mixed_requests(), small_media())
+        stock.close()
+    # Comparisons mean something: what is seen changes the answers.
+    assert len(set(_stock_tokens[key])) > len(mixed_requests()) / 2
+    return list(_stock_tokens[key])

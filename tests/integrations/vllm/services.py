@@ -13,6 +13,8 @@ from vllm_neuron_cache.demo.media import load_photograph
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 
 MAX_TOKENS = 6
+TOKENS_OF_ONE_WHO_LEAVES = 400
+"""So many that the answer is not complete before its client has gone away."""
 
 
 class Ask(NamedTuple):
@@ -129,10 +131,13 @@ class HttpService:
         self._victim_has_tokens.clear()
         self._leave.clear()
         streamed = stream or phase == "tokens"
+        bodies = [self.body(ask) for ask in asks]
+        if event == self.abort:
+            bodies[1]["max_tokens"] = TOKENS_OF_ONE_WHO_LEAVES
         with ThreadPoolExecutor(len(asks)) as pool:
             answers = [
-                pool.submit(self._ask_streaming if streamed or (event and index == 1) else self._ask, ask, index == 1)
-                for index, ask in enumerate(asks)
+                pool.submit(self._ask_streaming if streamed or (event and index == 1) else self._ask, body, index == 1)
+                for index, body in enumerate(bodies)
             ]
             if event is not None:
                 if phase == "tokens":
@@ -157,8 +162,8 @@ class HttpService:
             "messages": messages([load_photograph(name) for name in ask.images], ask.text),
         } | more
 
-    def _ask(self, ask: Ask, is_victim: bool) -> Answer:
-        response = self.client.post("/v1/chat/completions", json=self.body(ask))
+    def _ask(self, body: dict, is_victim: bool) -> Answer:
+        response = self.client.post("/v1/chat/completions", json=body)
         answer = response.json()
         if response.status_code == 200:
             return Answer(tokens=tuple(answer["choices"][0]["token_ids"]))
@@ -166,9 +171,9 @@ class HttpService:
         assert answer["error"]["code"] == 500
         return Answer(error=answer["error"]["type"], message=answer["error"]["message"])
 
-    def _ask_streaming(self, ask: Ask, is_victim: bool) -> Answer:
+    def _ask_streaming(self, body: dict, is_victim: bool) -> Answer:
         answer = Answer(tokens=())
-        with self.client.stream("POST", "/v1/chat/completions", json=self.body(ask, stream=True)) as response:
+        with self.client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             assert response.status_code == 200
             for line in response.iter_lines():
                 if is_victim and self._leave.is_set():

@@ -52,7 +52,7 @@ def test_blocks_are_reused_at_once_and_rows_stay_right(checkpoint, asynchronous)
     stock = start(checkpoint, None, **arguments)
     expected = [completion.token_ids for completion in stock.generate(prompts, max_tokens=6)]
     stock.close()
-    ours = start(checkpoint, {"encoder_cache_block_size": 256}, **arguments)
+    ours = start(checkpoint, {"encoder_cache_block_size": 256, "lane": "eager"}, **arguments)
     assert_asynchronous(ours)
     in_flight = []
     close_pass = ours.manager.get_manager_metadata

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engines import mixed_requests, serve, small_media, start
+from engines import mixed_requests, serve, small_media, start, stock_tokens
 
 from vllm_neuron_cache.demo.requests import Media, MediaRequest, engine_prompt
 
@@ -30,18 +30,28 @@ def clips():
     return media
 
 
-@pytest.mark.parametrize("block_size, num_blocks", [(512, 33), (16, 33 * 32 // 4)], ids=["coarse", "fine-quarter"])
-def test_the_ninth_distinct_video(checkpoint, clips, block_size, num_blocks):
-    """vLLM's budget of 16384 tokens admits ten; the blocks hold eight, or two."""
-    arguments = {"max_model_len": 16384, "max_num_batched_tokens": 16384, "kv_cache_memory_bytes": 1 << 30}
+WIDE = {"max_model_len": 16384, "max_num_batched_tokens": 16384, "kv_cache_memory_bytes": 1 << 30}
+
+
+@pytest.fixture(scope="module")
+def expected_of_clips(checkpoint, clips):
+    """What stock vLLM makes of them."""
+    stock = start(checkpoint, None, **WIDE)
     prompts = [engine_prompt(MediaRequest(clip=True), media) for media in clips]
-    stock = start(checkpoint, None, **arguments)
     expected = [completion.token_ids for completion in stock.generate(prompts, max_tokens=4)]
     stock.close()
+    assert len(set(expected)) > 1
+    return expected
+
+
+@pytest.mark.parametrize("block_size, num_blocks", [(512, 33), (16, 33 * 32 // 4)], ids=["coarse", "fine-quarter"])
+def test_the_ninth_distinct_video(checkpoint, clips, expected_of_clips, block_size, num_blocks):
+    """vLLM's budget of 16384 tokens admits ten; the blocks hold eight, or two."""
+    prompts = [engine_prompt(MediaRequest(clip=True), media) for media in clips]
     pool = {"lane": "eager", "encoder_cache_block_size": block_size, "encoder_cache_num_blocks_exact": num_blocks}
-    ours = start(checkpoint, pool, max_num_seqs=16, **arguments)
+    ours = start(checkpoint, pool, max_num_seqs=16, **WIDE)
     tokens = [completion.token_ids for completion in ours.generate(prompts, max_tokens=4)]
-    assert tokens == expected and len(set(expected)) > 1
+    assert tokens == expected_of_clips
     assert {item.layout.num_tokens for item in ours.manager.pool.items()} == {1568}
     counts = ours.manager.stats.of("video")
     assert counts.evictions > 0 and counts.misses == NUM_CLIPS
@@ -55,9 +65,7 @@ def test_the_smallest_pool_under_either_policy(checkpoint, eviction):
     """The largest photograph, of 837 rows, leaves six blocks of 16."""
     media, requests = small_media(), mixed_requests()
     arguments = {"max_num_batched_tokens": 1024, "enable_prefix_caching": False}
-    stock = start(checkpoint, None, **arguments)
-    expected = serve(stock, requests, media)
-    stock.close()
+    expected = stock_tokens(checkpoint, **arguments)
     pool = {
         "lane": "eager",
         "eviction": eviction,

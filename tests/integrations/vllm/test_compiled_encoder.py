@@ -118,16 +118,16 @@ def test_control_rows_of_a_damaged_graph_change_tokens(checkpoint, expected, mon
     monkeypatch.setattr(
         qwen3_vl, "segment_mask", lambda segment_ids, dtype: torch.zeros_like(segment_ids, dtype=dtype)[:, None, None]
     )
-    engine = compiled(checkpoint)
-    tokens = serve(engine, mixed_requests(), media(MEDIUM_SIDE))
+    engine = compiled(checkpoint, encoder=SMALL)
+    tokens = serve(engine, mixed_requests(), media(SMALL_SIDE))
     engine.close()
-    assert tokens != expected[MEDIUM_SIDE]
+    assert tokens != expected[SMALL_SIDE]
 
 
 def test_in_bfloat16_it_starts_and_answers(checkpoint):
-    engine = compiled(checkpoint, dtype="bfloat16")
+    engine = compiled(checkpoint, dtype="bfloat16", encoder=SMALL)
     assert engine.runner.encoder_runtime.blocks.buffer.dtype is torch.bfloat16
-    tokens = serve(engine, mixed_requests(), media(MEDIUM_SIDE), max_tokens=4)
+    tokens = serve(engine, mixed_requests(), media(SMALL_SIDE), max_tokens=4)
     assert len(set(tokens)) > len(mixed_requests()) / 2
     assert check(engine)["items_written"] == 6
     engine.close()

@@ -4,6 +4,7 @@ Four requests run at once, and the second is the victim: its photograph takes se
 four are asked again, and everything is as if nothing had happened.
 """
 
+import re
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -19,13 +20,15 @@ pytestmark = pytest.mark.vllm
 
 ASKS = (
     Ask("Describe it.", ("astronaut",)),
-    Ask("What is this?", ("hubble",)),
+    Ask("What is this?", ("china",)),
     Ask("Who are you?"),
     Ask("Which animal?", ("chelsea",)),
 )
-VICTIM_ROWS = 837
+VICTIM_ROWS = 260
+STEP_TOKENS = 192
+"""Too few for the victim's photograph, so that it takes several chunks."""
 ARGUMENTS = {
-    "max_num_batched_tokens": 512,
+    "max_num_batched_tokens": STEP_TOKENS,
     "block_size": 32,
     "worker_extension_cls": f"{FaultInjector.__module__}.{FaultInjector.__qualname__}",
 }
@@ -75,7 +78,7 @@ def service_of(mode, checkpoint, tmp_path_factory):
             log,
             additional_config='{"vllm_neuron_cache": {"lane": "eager"}}',
             arguments=[
-                *("--max-num-batched-tokens", "512", "--block-size", "32"),
+                *("--max-num-batched-tokens", str(STEP_TOKENS), "--block-size", "32"),
                 *("--worker-extension-cls", ARGUMENTS["worker_extension_cls"]),
             ],
             environment={"PYTHONPATH": str(Path(__file__).parent)},
@@ -108,8 +111,7 @@ def test_only_the_request_that_meets_the_fault_fails(case, cell):
     answers = service.ask(ASKS)
     case.record(cell, answers)
     if answers[1].error:
-        named = ("837", "834", "838", "511", "836", "planted in the encoder")
-        assert any(number in answers[1].message for number in named), answers[1].message
+        assert re.search(rf"\b{VICTIM_ROWS}\b", answers[1].message), answers[1].message
     if cell.phase == "decode":  # the entry is damaged still: whoever reads it next fails, and nobody after
         service.reset_prefix_cache()
         assert service.ask(ASKS)[1].error == READ
@@ -167,6 +169,6 @@ def test_a_stream_ends_with_the_error(case, fault):
     service.rpc("plant_fault", fault, VICTIM_ROWS)
     answers = service.ask(ASKS, stream=True)
     assert answers[1].error == (ENCODER if fault == "encoder raises" else READ)
-    assert "837 rows" in answers[1].message
+    assert f"{VICTIM_ROWS} rows" in answers[1].message
     del answers[1], expected[1]
     assert answers == expected

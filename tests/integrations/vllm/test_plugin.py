@@ -1,5 +1,6 @@
 """The one key turns the cache on, its absence changes nothing, and mistakes are errors at start-up."""
 
+import json
 import logging
 import operator
 import os
@@ -150,6 +151,8 @@ def test_composing_keeps_the_base_and_happens_once(base):
         ({"vllm_neuron_cache": {}, "encoder_neuron_config": {"encoder_attention_block_size": 2047}}, "multiple of 4"),
         ({"vllm_neuron_cache": {}, "encoder_neuron_config": {"encoder_cache_num_blocks": -1}}, "at least 2"),
         ({"vllm_neuron_cache": True}, "give an object"),
+        ({"vllm_neuron_cache": {"stage_cache": {"size": 1}}}, "stage_cache.size is not a configuration key"),
+        ({"vllm_neuron_cache": {"stage_cache": {}}}, "stage_cache is for the stages of vLLM-Omni"),
     ],
 )
 def test_a_bad_configuration_is_refused_before_anything_starts(checkpoint, additional_config, message):
@@ -318,28 +321,71 @@ def test_without_vllm_the_plugin_warns_and_does_not_crash():
     assert "the encoder cache is off" in result.stderr
 
 
+# One thing after the other that makes a vLLM unfit, each undone before the next. All in one process, for to import vLLM
+# takes seconds.
+UNFIT = """
+import json, logging, sys
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers.base import BaseRenderer
+from vllm_neuron_cache.integrations.vllm.plugin import register
+
+messages = []
+handler = logging.Handler(logging.WARNING)
+handler.emit = lambda record: messages.append(record.getMessage())
+logger = logging.getLogger("vllm.neuron_cache")
+logger.addHandler(handler)
+logger.setLevel(logging.WARNING)
+
+def registered():
+    messages.clear()
+    before = EngineArgs.create_engine_config
+    register()
+    return {"untouched": EngineArgs.create_engine_config is before, "messages": list(messages)}
+
+results = {}
+version, vllm.__version__ = vllm.__version__, "0.99.0"
+results["unsupported version"] = registered()
+vllm.__version__ = version
+
+name = "vllm.multimodal.encoder_budget"
+module, sys.modules[name] = sys.modules.get(name), None
+results["module missing"] = registered()
+if module is None:
+    del sys.modules[name]
+else:
+    sys.modules[name] = module
+
+method = BaseRenderer._process_multimodal
+del BaseRenderer._process_multimodal
+results["method missing"] = registered()
+BaseRenderer._process_multimodal = method
+
+results["nothing"] = registered()
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def unfit():
+    result = in_a_new_process(UNFIT)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize(
     ("damage", "warning"),
     [
-        ("vllm.__version__ = '0.99.0'", "outside the supported"),
-        ("sys.modules['vllm.multimodal.encoder_budget'] = None", "lacks a hook"),
-        (
-            "from vllm.renderers.base import BaseRenderer; del BaseRenderer._process_multimodal",
-            "lacks a hook .*_process_multimodal",
-        ),
+        ("unsupported version", "outside the supported"),
+        ("module missing", "lacks a hook .*encoder_budget"),
+        ("method missing", "lacks a hook .*_process_multimodal"),
     ],
-    ids=["unsupported version", "module missing", "method missing"],
 )
-def test_a_vllm_that_cannot_be_served_is_a_warning_and_stays_untouched(damage, warning):
-    result = in_a_new_process(
-        "import logging, sys; logging.basicConfig()\n"
-        "import vllm\n"
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        f"{damage}\n"
-        "before = EngineArgs.create_engine_config\n"
-        "from vllm_neuron_cache.integrations.vllm.plugin import register\n"
-        "register(); print(EngineArgs.create_engine_config is before)"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "True" in result.stdout
-    assert re.search(warning, result.stderr + result.stdout)
+def test_a_vllm_that_cannot_be_served_is_a_warning_and_stays_untouched(unfit, damage, warning):
+    assert unfit[damage]["untouched"]
+    (message,) = unfit[damage]["messages"]
+    assert re.search(warning, message)
+
+
+def test_control_undamaged_the_same_vllm_is_served(unfit):
+    assert unfit["nothing"] == {"untouched": False, "messages": []}
