@@ -5,6 +5,8 @@ That the real packages do the same is for test_neuron_device.py.
 
 import inspect
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -155,6 +157,27 @@ def test_an_error_of_the_device_is_not_taken_for_a_recompilation(torch_compile, 
     with pytest.raises(RuntimeError, match="out of device memory"):
         call(*spec.example_args(2))
     assert lane.num_recompiles_refused == 0
+
+
+def test_two_threads_that_launch_at_once_leave_the_stance_as_it_was(torch_compile, monkeypatch):
+    inside, most = [], []
+
+    def launch(*_: Any) -> None:
+        inside.append(0)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    lane, spec = NeuronLane(), specs()[0]
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: launch)
+    call = lane.lower(spec, 2, spec.example_args(2))
+    threads = [threading.Thread(target=call, args=spec.example_args(2)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 5 and max(most) == 1
+    assert torch_compile.real(lambda tensor: tensor + 1, backend="eager")(torch.zeros(1)) == 1
 
 
 def test_other_functions_compile_while_a_lane_is_sealed(torch_compile):

@@ -1,6 +1,7 @@
 """TorchNeuron, AWS's native PyTorch backend: `torch.compile` for the device `neuron`. Needs Python 3.12 or later."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 PACKAGE_INDEX = "https://pip.repos.neuron.amazonaws.com"
 
 _REFUSED = "fail_on_recompile"
+_STANCE = threading.Lock()
+"""Held where the stance is set, which belongs to the whole process: two threads that launch at once would each put back
+what the other had set. A launch does not wait for the device."""
 
 
 class NeuronLane(Lane):
@@ -60,7 +64,7 @@ class NeuronLane(Lane):
 
         def kernel(tensors: list[torch.Tensor]) -> Any:
             try:
-                with torch.compiler.set_stance(_REFUSED):
+                with _STANCE, torch.compiler.set_stance(_REFUSED):
                     return compiled(*unflatten(tensors, example_args))
             except RuntimeError as error:
                 if _REFUSED not in str(error):
