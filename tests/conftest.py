@@ -37,5 +37,5 @@ def omni_checkpoint():
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--soak-minutes", type=float, default=1.0, help="how long tests/integrations/vllm/test_soak.py runs"
+        "--soak-minutes", type=float, default=0.5, help="how long tests/integrations/vllm/test_soak.py runs"
     )

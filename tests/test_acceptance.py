@@ -55,6 +55,28 @@ def deployment(checkpoint):
     return deployment_of(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def started_pair(checkpoint):
+    """Stock vLLM, vLLM with the cache, and the media that the check of tokens asks about."""
+    from vllm_neuron_cache.demo.comparison import load_media, start_pair
+
+    media = load_media()
+    pair = start_pair(checkpoint, {"lane": "eager"}, media, lambda text: None)
+    yield *pair, media
+    for engine in pair:
+        engine.close()
+
+
+@pytest.fixture
+def engine_pair(started_pair):
+    """With nothing cached. No more than one test may move the cache: moves nest."""
+    for engine in started_pair[:2]:
+        engine.llm.reset_prefix_cache()
+        engine.llm.reset_mm_cache()
+        engine.llm.llm_engine.reset_encoder_cache()
+    return started_pair
+
+
 def checks_of(deployment, lane="eager", *, limit_ms=NO_LIMIT_MS):
     lane = make_lane(lane) if isinstance(lane, str) else lane
     return {check.name: check for check in check_device(deployment, lane, CPU, rounds=3, limit_ms=limit_ms)}
@@ -175,18 +197,11 @@ def test_a_wrong_row_is_named(deployment, monkeypatch, level):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_other_tokens_are_named(checkpoint, monkeypatch):
-    from vllm_neuron_cache.demo.comparison import load_media, start_pair
+def test_other_tokens_are_named(checkpoint, engine_pair, monkeypatch):
+    """That the same engines pass unharmed, the documented run shows."""
     from vllm_neuron_cache.demo.requests import MediaRequest
-    from vllm_neuron_cache.integrations.vllm.device_cache import move_cache
 
-    media = load_media()
-    stock, blocks = start_pair(checkpoint, {"lane": "eager"}, media, lambda text: None)
-    move_cache(blocks, CPU, make_lane("eager"))
-    same = token_check.serve_and_compare(stock, blocks, media, checkpoint)
-    assert same.passed and same.values["hits"] >= 5, same.text
-
-    blocks.llm.reset_prefix_cache()
+    stock, blocks, media = engine_pair
     with monkeypatch.context() as patch:
         patch.setattr(EncoderCacheRuntime, "merge", lambda runtime, plan: None)
         other = token_check.serve_and_compare(stock, blocks, media, checkpoint)
@@ -196,8 +211,6 @@ def test_other_tokens_are_named(checkpoint, monkeypatch):
     monkeypatch.setattr(token_check, "token_requests", lambda: [MediaRequest(after="Who are you?")])
     text_alone = token_check.serve_and_compare(stock, blocks, media, checkpoint)
     assert not text_alone.passed and text_alone.values["differing_requests"] == []
-    stock.close()
-    blocks.close()
 
 
 # The whole run ---------------------------------------------------------------------------------------------------
@@ -206,24 +219,39 @@ def test_other_tokens_are_named(checkpoint, monkeypatch):
 @pytest.mark.vllm
 @pytest.mark.slow
 @needs_compiler
-def test_the_documented_run_on_a_cpu(checkpoint, tmp_path):
+def test_the_documented_run_on_a_cpu(checkpoint, engine_pair, tmp_path, monkeypatch):
+    """In this process, with the engines of the tests of tokens in the place of those that it would start and close.
+
+    That the script starts, `test_without_a_device_it_says_everything_that_is_missing` shows.
+    """
+    *pair, _ = engine_pair
+    closed = []
+    for engine in pair:
+        monkeypatch.setattr(engine, "close", lambda engine=engine: closed.append(engine))
+
+    def started(model, cache, media, step):
+        assert (model, cache) == (checkpoint, {"lane": "eager"})
+        return pair
+
+    monkeypatch.setattr(token_check, "start_pair", started)
     (tmp_path / "engine.yaml").write_text(
         f"model: {checkpoint}\nmax-num-batched-tokens: 8192\nadditional-config: {{vllm_neuron_cache: {{}}}}\n"
     )
     line = "scripts/trn_acceptance --config engine.yaml --lane inductor --device cpu --json acceptance.json"
     assert line in (ROOT / "docs/trainium.md").read_text()
-    run = subprocess.run(
-        [sys.executable, SCRIPT, *line.split()[1:]], capture_output=True, text=True, timeout=900, cwd=tmp_path
-    )
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["acceptance", *line.split()[1:]])
+    assert (tmp_path / "acceptance.json").exists(), (run.output, run.exception)
     report = json.loads((tmp_path / "acceptance.json").read_text())
     slow = {name for name, check in report["checks"].items() if not check["passed"]}
-    assert slow <= {"merge_time"}, run.stdout + run.stderr  # a busy machine may be late
-    assert run.returncode == (1 if slow else 0)
-    assert set(report["checks"]) == set(CHECKS)
+    assert slow <= {"merge_time"}, report["checks"]  # a busy machine may be late
+    assert run.exit_code == (1 if slow else 0), run.exception
+    assert set(report["checks"]) == set(CHECKS) and closed == pair
+    assert report["checks"]["tokens_equal"]["values"]["hits"] >= 5
     assert report["hardware_result"] is False and "NO HARDWARE RESULT: lane inductor on device cpu" in report["note"]
     assert (report["lane"], report["device"], report["hardware"]) == ("inductor", "cpu", None)
     assert report["workload"]["images"] == 30 and report["versions"]["torch"] == torch.__version__
-    assert "NO HARDWARE RESULT" in run.stdout
+    assert "NO HARDWARE RESULT" in run.output
 
 
 @pytest.mark.vllm
@@ -392,29 +420,19 @@ def test_what_contradicts_it_is_refused(tmp_path, environment, words):
     assert run.returncode == 2 and started is None and words in run.stderr
 
 
-def test_it_reaches_the_warm_up(checkpoint, tmp_path):
-    """The whole way, in a lane that needs no device."""
+def test_it_reaches_the_warm_up(checkpoint, tmp_path, monkeypatch):
+    """What it starts, in a lane that needs no device. That the started script runs, tests/test_warmup.py shows."""
     (tmp_path / "engine.yaml").write_text(
         f"model: {checkpoint}\nmax-num-batched-tokens: 128\nadditional-config: {{vllm_neuron_cache: {{}}}}\n"
     )
-    run = subprocess.run(
-        [
-            ROOT / "scripts/compile_without_device",
-            "trn2",
-            "--config",
-            "engine.yaml",
-            "--lane",
-            "eager",
-            "--device",
-            "cpu",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHON": sys.executable},
-    )
-    assert run.returncode == 0 and "Lowered" in run.stdout, run.stdout + run.stderr
+    arguments = ["--config", "engine.yaml", "--lane", "eager", "--device", "cpu"]
+    _, (compiling, chip, script, *started) = compile_for("trn2", *arguments, tmp_path=tmp_path)
+    assert script == str(ROOT / "scripts/warmup.py")
+    monkeypatch.setenv("VLLM_NEURON_CPU_COMPILE", compiling)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", chip)
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, ["warmup", *started])
+    assert run.exit_code == 0 and "Lowered" in run.output, (run.output, run.exception)
 
 
 # The documents ---------------------------------------------------------------------------------------------------
@@ -477,13 +495,11 @@ def test_the_checks_of_the_report_are_documented():
     assert all(f"`{key}`" in TRAINIUM for key in report.as_json())
 
 
-def test_the_documented_check_for_the_device(published, tmp_path):
+def test_the_documented_check_for_the_device(published, tmp_path, monkeypatch):
     (line,) = [line for line in TRAINIUM.splitlines() if line.startswith("vllm-neuron-cache graphs check")]
-    command, *arguments = line.replace("MODEL", str(published("Qwen3-VL-32B"))).split()
-    run = subprocess.run(
-        [Path(sys.executable).parent / command, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(app, line.replace("MODEL", str(published("Qwen3-VL-32B"))).split()[1:])
+    assert run.exit_code == 0, (run.output, run.exception)
 
 
 def test_the_documented_help():
@@ -491,16 +507,22 @@ def test_the_documented_help():
     assert result.exit_code == 0 and "acceptance" in result.output
 
 
-def test_the_tests_of_the_device_are_there():
+class Collected:
+    """A plugin that keeps what a session collected."""
+
+    def __init__(self):
+        self.ids = []
+
+    def pytest_collection_finish(self, session):
+        self.ids = [item.nodeid for item in session.items]
+
+
+def test_the_tests_of_the_device_are_there(capsys):
     files = ("tests/graphs/test_neuron_device.py", "tests/integrations/vllm/test_serving_on_device.py")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "neuron", "--collect-only", "-q", *files],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert all(f"{file}::" in run.stdout for file in files)
+    collected = Collected()
+    arguments = ["-m", "neuron", "--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT]
+    pytest.main([str(word) for word in (*arguments, *(ROOT / file for file in files))], plugins=[collected])
+    assert all(any(name.startswith(f"{file}::") for name in collected.ids) for file in files), capsys.readouterr()
 
 
 @pytest.mark.parametrize(

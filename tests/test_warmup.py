@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from vllm_neuron_cache.config import NeuronCacheConfig
 from vllm_neuron_cache.errors import ConfigurationError
 from vllm_neuron_cache.graphs.catalog import STAMP_BUCKETS, WRITE_BUCKETS
 from vllm_neuron_cache.graphs.deployment import plan_deployment
-from vllm_neuron_cache.graphs.lanes import make_lane
+from vllm_neuron_cache.graphs.lanes import Lane, make_lane
 from vllm_neuron_cache.graphs.lanes.inductor import compiler_available
 from vllm_neuron_cache.planner.model import load_model_shape
 from vllm_neuron_cache.source_rows import SourceRows
@@ -32,9 +33,8 @@ def small_deployment(checkpoint, **cache):
     return plan_deployment(load_model_shape(checkpoint), config, max_num_batched_tokens=128)
 
 
-@pytest.fixture
-def engine_file(checkpoint, tmp_path):
-    path = tmp_path / "engine.yaml"
+def write_engine_file(checkpoint, folder):
+    path = folder / "engine.yaml"
     path.write_text(
         f"model: {checkpoint}\nmax-num-batched-tokens: 128\nport: 8000\n"
         "additional-config:\n  vllm_neuron_cache: {encoder_cache_num_blocks_exact: 9, encoder_cache_block_size: 64}\n"
@@ -42,18 +42,36 @@ def engine_file(checkpoint, tmp_path):
     return path
 
 
-def warmed(tmp_path, *arguments, **environment):
-    """What a process of its own writes, started by the script."""
-    out = tmp_path / "manifest.json"
+@pytest.fixture
+def engine_file(checkpoint, tmp_path):
+    return write_engine_file(checkpoint, tmp_path)
+
+
+def run_process(*words, cwd, **environment):
+    """The output of a process of its own."""
     run = subprocess.run(
-        [sys.executable, ROOT / "scripts/warmup.py", *map(str, arguments), "--json", out],
+        [str(word) for word in words],
         capture_output=True,
         text=True,
         timeout=300,
+        cwd=cwd,
         env=os.environ | environment,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def warmed(tmp_path, *arguments):
+    """What the command writes, in this process."""
+    out = tmp_path / "manifest.json"
+    run = CliRunner().invoke(app, ["warmup", *map(str, arguments), "--json", str(out)])
+    assert run.exit_code == 0, (run.output, run.exception)
     return json.loads(out.read_text())
+
+
+def documented_commands():
+    document = (ROOT / "docs/graphs.md").read_text()
+    return [line for line in document.splitlines() if line.startswith("vllm-neuron-cache warmup")]
 
 
 # The manifest ----------------------------------------------------------------------------------------------------
@@ -150,19 +168,44 @@ def test_every_entry_is_lowered_and_no_output_is_read(checkpoint, monkeypatch):
 # The command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not compiler_available(), reason="inductor needs a C++ compiler, and there is none")
-def test_a_second_start_compiles_nothing(engine_file, tmp_path):
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    first = warmed(tmp_path, "--config", engine_file, **cache)
-    second = warmed(tmp_path, "--config", engine_file, **cache)
+class FirstStart(NamedTuple):
+    folder: Path
+    environment: dict[str, str]
+    output: str
+    manifest: dict
+
+
+@pytest.fixture(scope="module")
+def first_start(checkpoint, tmp_path_factory):
+    """The documented command in a process of its own, with an empty cache."""
+    if not compiler_available():
+        pytest.skip("inductor needs a C++ compiler, and there is none")
+    folder = tmp_path_factory.mktemp("first")
+    write_engine_file(checkpoint, folder)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    (line,) = [line for line in documented_commands() if "--json manifest.json" in line]
+    command, *arguments = line.split()
+    output = run_process(Path(sys.executable).parent / command, *arguments, cwd=folder, **cache)
+    return FirstStart(folder, cache, output, json.loads((folder / "manifest.json").read_text()))
+
+
+def test_a_second_start_compiles_nothing(first_start):
+    """By the script for launchers, in another process."""
+    folder, cache, _, first = first_start
+    words = (ROOT / "scripts/warmup.py", "--config", "engine.yaml", "--json", "second.json")
+    run_process(sys.executable, *words, cwd=folder, **cache)
+    second = json.loads((folder / "second.json").read_text())
     assert first["graphs_lowered"] == len(first["graphs"]) == second["graphs_from_cache"]
     assert first["graphs_from_cache"] == 0
     assert first["graphs"] == second["graphs"]
 
 
-def test_a_dry_run_names_the_same_graphs_and_compiles_nothing(engine_file, tmp_path):
+def test_a_dry_run_names_the_same_graphs_and_compiles_nothing(engine_file, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    planned = warmed(tmp_path, "--config", engine_file, "--dry-run", TORCHINDUCTOR_CACHE_DIR=str(cache))
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        patch.setattr(Lane, "lower", lambda *args: pytest.fail("a graph is lowered"))
+        planned = warmed(tmp_path, "--config", engine_file, "--dry-run")
     assert not (cache / "fxgraph").exists() and "graphs_lowered" not in planned
     done = warmed(tmp_path, "--config", engine_file, "--lane", "eager")
     assert done["graphs"] == planned["graphs"] and done["graphs_lowered"] == len(planned["graphs"])
@@ -186,21 +229,13 @@ def test_a_lane_of_the_cpu_in_place_of_the_files_takes_no_kernel(nki_file, mode)
     assert isinstance(result.exception, ConfigurationError) and "the lane is 'eager'" in str(result.exception)
 
 
-def test_the_documented_commands(engine_file, tmp_path):
-    document = (ROOT / "docs/graphs.md").read_text()
-    lines = [line for line in document.splitlines() if line.startswith("vllm-neuron-cache warmup")]
-    assert len(lines) == 2
-    for line in lines:
-        command, *arguments = line.split()
-        run = subprocess.run(
-            [Path(sys.executable).parent / command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=tmp_path,
-        )
-        assert run.returncode == 0 and "merge_rows" in run.stdout, run.stdout + run.stderr
-    assert json.loads((tmp_path / "manifest.json").read_text())["lane"] == "inductor"
+def test_the_documented_commands(first_start, monkeypatch):
+    assert "merge_rows" in first_start.output and first_start.manifest["lane"] == "inductor"
+    (line,) = [line for line in documented_commands() if "--dry-run" in line]
+    assert len(documented_commands()) == 2
+    monkeypatch.chdir(first_start.folder)
+    run = CliRunner().invoke(app, line.split()[1:])
+    assert run.exit_code == 0 and "merge_rows" in run.output, (run.output, run.exception)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ import httpx
 import pytest
 
 START_SECONDS = 420
-"""Half a minute as a rule. vLLM binds the worker of every server to the same cores, so that another server beside this
-one may make it several minutes. One that ends is noticed at once."""
+"""Half a minute as a rule, and several minutes on a busy machine. One that ends is noticed at once."""
 
 
 @contextmanager
