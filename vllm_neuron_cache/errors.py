@@ -4,7 +4,7 @@ A message says what is wrong, the sizes involved and the remedy. Classes that re
 change are also `ValueError`, so that code that knows nothing of this package still treats them as bad input.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -85,15 +85,28 @@ class OmniPrefixCacheUnmatchError(NeuronCacheError, RuntimeError):
     """The stage cache cannot hand on what was asked for: a step id used twice, a request that nobody announced, rows
     that a failed write lost, a layout that it does not mirror. Named as vLLM-Omni names it."""
 
-    def __init__(self, message: str, *, request_ids: Sequence[str] = (), outputs: Any = None) -> None:
-        """`request_ids` are the requests that fail; `outputs` (`StageCacheOutputs`) has what the others get."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_ids: Sequence[str] = (),
+        reasons: Mapping[str, str] | None = None,
+        outputs: Any = None,
+    ) -> None:
+        """`request_ids` are the requests that fail, `reasons` says of each what is wrong with its rows, and `outputs`
+        (`StageCacheOutputs`) has what the others get."""
         super().__init__(message)
-        self.request_ids = tuple(request_ids)
+        self.reasons = dict(reasons or {})
+        self.request_ids = tuple(request_ids or self.reasons)
         self.outputs = outputs
 
 
 class OmniPrefixCacheStagingTimeoutError(OmniPrefixCacheUnmatchError):
     """A save waited for a staging slot in vain: steps were saved that nobody uses."""
+
+
+class WrongRowsError(NeuronCacheError):
+    """A request was handed rows that are not its own. A test or a benchmark found it, which knew the right ones."""
 
 
 class PoolExhaustedError(NeuronCacheError):

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 from vllm_neuron_cache.bench import stage_cache as bench
 from vllm_neuron_cache.bench.stage_cache import StageBenchShape, bench_stage_cache
 from vllm_neuron_cache.bench.stage_contenders import StraightLine
-from vllm_neuron_cache.bench.stage_peer import peer_is_there
 from vllm_neuron_cache.cli.main import app
-from vllm_neuron_cache.errors import DemoError
+from vllm_neuron_cache.errors import WrongRowsError
+from vllm_neuron_cache.integrations.vllm_omni.peer_cache import peer_is_there
 from vllm_neuron_cache.simulation.stage_schedule import ScheduleShape, StageSchedule
 
 SMALL = StageBenchShape(
@@ -32,6 +32,7 @@ SMALL = StageBenchShape(
     decoders=4,
     scatter_rows=64,
     scatter_blocks=32,
+    random_schedules=20,
 )
 
 
@@ -41,7 +42,8 @@ def test_every_measure_is_there():
     assert result["decode_ms"]["4"].keys() == {"ours", "peer", "reference"}
     assert all(result[name] > 0 for name in ("workload_ratio_reference", "cliff_ratio", "scatter_speed_of_memcpy"))
     assert (result["workload_ratio_peer"] is None) is not peer_is_there()
-    assert len(steps) == 4
+    assert result["random_schedules"]["count"] == 20 and result["random_schedules"]["rows_from_cache"] > 0
+    assert len(steps) == 5
 
 
 def test_the_command_writes_the_measures(tmp_path, monkeypatch):
@@ -59,7 +61,7 @@ def test_a_contender_that_hands_on_wrong_rows_is_found(monkeypatch):
         return write(self, hidden, rows.roll(1, dims=0), num_tokens)
 
     monkeypatch.setattr(StraightLine, "save", shifted)
-    with pytest.raises(DemoError, match="hands request"):
+    with pytest.raises(WrongRowsError, match="hands request"):
         bench_stage_cache(SMALL, rounds=1, step=lambda text: None)
 
 
@@ -77,7 +79,7 @@ def test_the_workload_of_the_documented_figures():
 def test_a_fraction_of_the_peers_time():
     if not peer_is_there():
         pytest.skip("vLLM-Omni is not installed; scripts/omni_env runs this")
-    shape = StageBenchShape(decode_steps=24, scatter_blocks=256)
+    shape = StageBenchShape(decode_steps=24, scatter_blocks=256, random_schedules=1)
     result = bench_stage_cache(shape, rounds=2, step=lambda text: None)
     for figures in result["decode_ms"].values():
         assert figures["ours"] <= figures["peer"] / 10

@@ -12,10 +12,17 @@ import numpy as np
 import torch
 
 from vllm_neuron_cache.bench.stage_contenders import MM_KEY, Cache, OurCache, Rows, StraightLine
-from vllm_neuron_cache.bench.stage_peer import PeerCache, peer_is_there
-from vllm_neuron_cache.errors import DemoError
+from vllm_neuron_cache.bench.stage_driver import drive_random
+from vllm_neuron_cache.errors import WrongRowsError
+from vllm_neuron_cache.integrations.vllm_omni.peer_cache import PeerCache, peer_is_there
 from vllm_neuron_cache.simulation.stage_schedule import ScheduledBatch, ScheduledStep, ScheduleShape, StageSchedule
-from vllm_neuron_cache.stage_cache import KeySpec, PrefixBlockPool, PrefixCacheConfig
+from vllm_neuron_cache.stage_cache import (
+    FullAttentionGroupView,
+    KeySpec,
+    OmniPrefixCacheManager,
+    PrefixBlockPool,
+    PrefixCacheConfig,
+)
 from vllm_neuron_cache.stage_cache.interface import HIDDEN_KEY
 from vllm_neuron_cache.stage_cache.row_store import as_rows
 
@@ -32,6 +39,7 @@ class StageBenchShape(NamedTuple):
     decoders: int = 64
     scatter_rows: int = 2048
     scatter_blocks: int = 4096
+    random_schedules: int = 10_000
 
 
 Contenders = dict[str, Callable[[PrefixCacheConfig, ScheduledBatch, Sequence[KeySpec]], Cache]]
@@ -42,7 +50,7 @@ def bench_stage_cache(
     shape: StageBenchShape | None = None, *, rounds: int = 5, step: Callable[[str], None]
 ) -> dict[str, Any]:
     """Measures everything and returns it as the documented JSON. One thread, bfloat16. Without vLLM-Omni what needs it
-    is None. Raises `DemoError` if a contender, ours or not, hands on a wrong row."""
+    is None. Raises `WrongRowsError` if a contender, ours or not, hands on a wrong row."""
     shape = shape or StageBenchShape()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -63,6 +71,8 @@ def bench_stage_cache(
         result["workload_ratio_reference"] = _ratio(result["workload_cpu_s"], "reference")
         step("Saves beside pending hits")
         result["cliff_ratio"] = _cliff(shape, OurCache, rows, 4 * rounds)
+        step(f"{shape.random_schedules:,} random schedules")
+        result["random_schedules"] = _random_schedules(shape.random_schedules)
         step("Scatter beside memcpy")
         result["scatter_speed_of_memcpy"] = _scatter(shape, rounds)
     finally:
@@ -103,7 +113,7 @@ def _check(name: str, step: ScheduledStep, outputs: Any, rows: Rows) -> None:
         for handed_on, expected in zip(outputs, rows.of(contents)):
             got = handed_on[req_id]
             if got.shape != expected.shape or not torch.equal(got.view(torch.int16), expected.view(torch.int16)):
-                raise DemoError(f"{name} hands request {req_id} wrong rows; its time means nothing")
+                raise WrongRowsError(f"{name} hands request {req_id} wrong rows; its time means nothing")
 
 
 def _decode(
@@ -174,6 +184,20 @@ def _workload(shape: StageBenchShape, contenders: Contenders, rows: Rows, rounds
             del cache, batch, caches, outputs
             gc.collect()
     return _better_peer(best)
+
+
+def _random_schedules(count: int) -> dict[str, int]:
+    """Runs schedules with hits, blocks used again, aborts, preemption, roll-back, late and disordered use, and compares
+    every row. Their number, and how many rows were handed on from the cache."""
+
+    def in_host(config: PrefixCacheConfig, view: FullAttentionGroupView) -> OmniPrefixCacheManager:
+        return OmniPrefixCacheManager(config, view, inline=True)
+
+    rows_from_cache = 0
+    for seed in range(count):
+        manager, _ = drive_random(seed, in_host)
+        rows_from_cache += manager.counters.rows_from_cache
+    return {"count": count, "rows_from_cache": rows_from_cache}
 
 
 def _scatter(shape: StageBenchShape, rounds: int) -> float:

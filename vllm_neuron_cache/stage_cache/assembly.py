@@ -72,7 +72,7 @@ class Assembly:
             raise OmniPrefixCacheUnmatchError(
                 f"step {self.step_id} cannot hand on all rows: {text}. End these requests; the others' rows are in "
                 "`outputs`",
-                request_ids=tuple(self.failures),
+                reasons=self.failures,
                 outputs=StageCacheOutputs(hidden, mm_outputs),
             )
         return StageCacheOutputs(hidden, mm_outputs)
@@ -99,6 +99,8 @@ class Assembly:
             return {}
         outputs = {}
         for req_id in req_ids:
+            if req_id in self.failures:
+                continue
             index = index_of[req_id]
             new = None if rows is None else rows[self.step.row_starts[index] : self.step.row_stops[index]]
             read = self.step.reads.get(req_id)

@@ -1,6 +1,7 @@
 """Moves the rows: who waits for what, and who copies."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from vllm_neuron_cache.stage_cache.writes import StepWrite, WriteLog
 if TYPE_CHECKING:
     from vllm_neuron_cache.stage_cache.row_store import RowStore
 
-logger = logging.getLogger("vllm.vllm_neuron_cache.stage_cache")
+logger = logging.getLogger("vllm.neuron_cache")
 
 
 class Threading:
@@ -114,7 +115,9 @@ class OmniPrefixCacheController:
             self._cond.notify_all()
 
     def cancel_read(self, read: HitRead) -> None:
-        """Under the lock. Nobody wants the rows; one that is being copied is left to end."""
+        """Under the lock. Nobody wants the rows, or not any longer; one that is being copied is left to end."""
+        read.is_wanted = False
+        read.rows = {}  # writes that came after the read know it for as long as they are deferred
         if read.state is ReadState.PLANNED:
             self._end_read(read, ReadState.CANCELLED)
 
@@ -198,7 +201,7 @@ class OmniPrefixCacheController:
             if step is None:
                 return
             self.queue_deferred(step)
-        self._wait(lambda: self._deferred.is_done(step), lambda: self._late(step))
+        self._wait(lambda: self._deferred.is_done(step), lambda: self._late(step), upto=step)
 
     def run_queued(self) -> None:
         """Runs what is queued, if there is no thread to do it."""
@@ -226,6 +229,7 @@ class OmniPrefixCacheController:
             self._wait(
                 lambda: read.state is not ReadState.COPYING,
                 lambda: OmniPrefixCacheUnmatchError(f"the rows of request {read.req_id} are still being copied"),
+                upto=read.needs_step,
             )
 
     def shutdown(self) -> None:
@@ -243,17 +247,28 @@ class OmniPrefixCacheController:
         if self._closed:
             raise OmniPrefixCacheUnmatchError("the stage cache was shut down")
 
-    def _take_queued(self) -> StepWrite | None:
-        return self._immediate.take() or self._deferred.take()
+    def _take_queued(self, upto: float = math.inf) -> StepWrite | None:
+        return self._immediate.take(upto) or self._deferred.take(upto)
 
-    def _wait(self, is_done: Callable[[], bool], complaint: Callable[[], OmniPrefixCacheUnmatchError]) -> None:
-        """Waits until `is_done()`, running queued writes meanwhile. Both callables are called under the lock."""
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        complaint: Callable[[], OmniPrefixCacheUnmatchError],
+        *,
+        upto: float = math.inf,
+    ) -> None:
+        """Waits until `is_done()`, running queued writes meanwhile. Both callables are called under the lock.
+
+        Who waits for writes of steps up to `upto`, or for a read that needs those, runs no later ones: they may come
+        after the very read or write that the caller has in hand, and would wait for it for ever. Whoever runs a write
+        waits for reads that need earlier steps alone, so that no two wait for one another.
+        """
         deadline = None
         while True:
             with self._cond:
                 if is_done():
                     return
-                write = self._take_queued()
+                write = self._take_queued(upto)
                 if write is None:
                     self._check_open()
                     now = self._monotonic()
@@ -301,6 +316,7 @@ class OmniPrefixCacheController:
 
     def lose(self, keys: Sequence[str], block_ids: np.ndarray, epochs: np.ndarray, num_rows: int) -> None:
         """Under the lock. Rows of these blocks and tenants are lost to later hits and to reads that wait for them."""
+        keys = [key for key in keys if key in self._ownership.keys]
         self._counters.rows_lost += num_rows * len(keys)
         self._ownership.lose(keys, block_ids, epochs)
         lost = set(zip(block_ids.tolist(), epochs.tolist()))
@@ -319,7 +335,7 @@ class OmniPrefixCacheController:
         except Exception as failure:
             error = failure
         with self._cond:
-            read.rows, read.error = rows, error
+            read.rows, read.error = rows if read.is_wanted else {}, error
             self._end_read(read, ReadState.DONE)
 
     def _await_writes(self, step: int) -> None:
@@ -331,6 +347,7 @@ class OmniPrefixCacheController:
         self._wait(
             lambda: self._immediate.is_done(step) and self._deferred.is_done(step),
             lambda: self._late(step),
+            upto=step,
         )
 
     def _late(self, step: int) -> OmniPrefixCacheUnmatchError:

@@ -19,7 +19,7 @@ class StageCacheCounters:
     rows_absent: int = 0
     """Rows of a hit that its key never had: they were handed on as zeros."""
     rows_lost: int = 0
-    """Rows whose write failed."""
+    """Rows of open keys that are not in the store: their write failed, or they were of another shape or dtype."""
     rows_copied_on_write: int = 0
     """Rows of a hit that were copied early because their block was about to get another tenant's."""
     staging_waits: int = 0

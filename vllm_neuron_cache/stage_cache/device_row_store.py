@@ -87,7 +87,7 @@ class DeviceRowStore(RowStore):
         check_capacity(num_rows, self.config)
         # What the graph was given may be overwritten before a consumer takes it to the host. The copies have the
         # shapes of the tensors, which are those of the forward's graphs, so that they are no new shapes on the device.
-        copies = {key: tensor.clone() for key, tensor in tensors.items()}
+        copies = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
         for key, tensor in copies.items():
             self._scatter(self._pools[key], _as_words(tensor), num_rows, slots)
         return _OnDevice({key: tensor[:num_rows] for key, tensor in copies.items()}, self.config.copy_chunk_bytes)

@@ -1,6 +1,7 @@
 """What the stage cache takes and gives: its sizes, its outputs, the states of a write."""
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class PrefixCacheConfig:
 
     def _require(self, name: str, types: Any, minimum: int) -> None:
         value = getattr(self, name)
-        if not isinstance(value, types) or isinstance(value, bool) or not value >= minimum:
+        if not isinstance(value, types) or isinstance(value, bool) or not minimum <= value < math.inf:
             raise ConfigurationError(f"stage cache: {name} is {value!r}; give a number of at least {minimum}.")
 
 

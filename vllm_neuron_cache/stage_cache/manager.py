@@ -23,7 +23,7 @@ from vllm_neuron_cache.stage_cache.writes import StepWrite
 if TYPE_CHECKING:
     from vllm_neuron_cache.stage_cache.row_store import RowStore, StagedRows
 
-logger = logging.getLogger("vllm.vllm_neuron_cache.stage_cache")
+logger = logging.getLogger("vllm.neuron_cache")
 
 
 class OmniPrefixCacheManager:
@@ -88,6 +88,8 @@ class OmniPrefixCacheManager:
         Raises `ConfigurationError` if that is more than the configuration allows, with nothing allocated, and
         `OmniPrefixCacheUnmatchError` after the first step.
         """
+        with self._cond:
+            self._check_open()
         if self._step:
             raise OmniPrefixCacheUnmatchError("register_policy comes before the first step; it is too late now")
         self._sorter = OutputSorter(policy, self._store)
@@ -178,7 +180,7 @@ class OmniPrefixCacheManager:
         Raises `OmniPrefixCacheUnmatchError` for an id that is not there and for requests of another step, with nothing
         used up; and if rows of some requests are not to be had, with those requests and the outputs of the others.
         """
-        req_ids = list(req_ids)
+        req_ids = list(dict.fromkeys(req_ids))
         with self._cond:
             step = self._take(step_id, req_ids)
         assembly = Assembly(step_id=step_id, step=step)
@@ -193,6 +195,8 @@ class OmniPrefixCacheManager:
             return assembly.build(req_ids)
         finally:
             with self._cond:
+                for read in step.reads.values():
+                    self._controller.cancel_read(read)
                 self._controller.release_slot(step.slot)
                 self._count(assembly.counts)
 
@@ -290,7 +294,10 @@ class OmniPrefixCacheManager:
         reads = self._controller.reads_of(block_ids)
         for kind, before in self._threatened.items():
             self._threatened[kind] = [read for read in before if not read.has_ended] + reads
-        self.counters.rows_copied_on_write += sum(read.num_hit * len(read.keys) for read in reads)
+        for read in reads:
+            if not read.is_threatened:
+                read.is_threatened = True
+                self.counters.rows_copied_on_write += read.num_hit * len(read.keys)
 
     def _plan_early(self, req_id: str, num_computed: int, block_ids: list[int]) -> None:
         """Plans the read of a hit before the forward, so that it can be copied meanwhile, if all its rows are known to
@@ -328,6 +335,8 @@ class OmniPrefixCacheManager:
         deferred_bytes: int,
     ) -> None:
         blocks, num_rows = layout.block_ids, len(layout.slots)
+        # First, since it refuses a batch that was not announced: no rows are recorded that nobody writes.
+        firsts = self._tracker.plan(layout.req_ids, layout.starts, layout.counts)
         for key in self._sorter.not_rows:
             self._ownership.close_key(key)
         kept = [key for key in (*outputs.immediate, *outputs.deferred) if key in sources]
@@ -338,7 +347,6 @@ class OmniPrefixCacheManager:
         lost = [*outputs.uncached, *(key for key in outputs.broken if key in self._ownership.keys)]
         if lost:
             self._controller.lose(lost, blocks, epochs, num_rows)
-        firsts = self._tracker.plan(layout.req_ids, layout.starts, layout.counts)
         row_starts = layout.row_stops - layout.counts
         reads: dict[str, HitRead] = {}
         if (firsts != layout.starts).any():  # not while everybody decodes

@@ -40,6 +40,14 @@ class KeySpec(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} {list(self.shape)} {self.dtype}"
 
+    def check(self) -> None:
+        """Raises `ConfigurationError` for rows of a shape or dtype that no store keeps."""
+        if self.dtype not in DTYPE_BYTES or not all(isinstance(size, int) and size > 0 for size in self.shape):
+            raise ConfigurationError(
+                f"stage cache: key {self} cannot be kept; a row has sizes of at least 1 and one of the dtypes "
+                f"{', '.join(DTYPE_BYTES)}."
+            )
+
     @classmethod
     def of(cls, name: str, tensor: Any) -> "KeySpec":
         """The key whose rows `tensor` `[rows, *shape]` has."""
@@ -68,11 +76,7 @@ class ModelCachePolicy:
         specs = {spec.name: spec for spec in self.keys or ()}
         object.__setattr__(self, "specs", specs)
         for spec in specs.values():
-            if spec.dtype not in DTYPE_BYTES or not all(isinstance(size, int) and size > 0 for size in spec.shape):
-                raise ConfigurationError(
-                    f"stage cache: key {spec} cannot be kept; a row has sizes of at least 1 and one of the dtypes "
-                    f"{', '.join(DTYPE_BYTES)}."
-                )
+            spec.check()
         if len(specs) != len(self.keys or ()):
             raise ConfigurationError(f"stage cache: a key is declared twice among {[str(spec) for spec in self.keys]}.")
         undeclared = self.deferred_keys - set(specs) if self.keys is not None else frozenset()

@@ -58,8 +58,12 @@ class HitRead:
         self._present = {key: rows for key, rows in present.items() if rows.any()}
 
         self.state = ReadState.PLANNED
+        self.is_threatened = False
+        """Whether a block of its got a new tenant before its rows were copied."""
         self.lost = {key for key, rows in self._present.items() if (rows < 0).any()}
         """Keys of which a failed write lost rows that this read needs."""
+        self.is_wanted = True
+        """Whether somebody is still to hand the rows on."""
         self.rows: dict[str, Any] = {}
         """Key -> host tensor `[num_hit + num_new, *feature]`, whose first rows are the hit's; set when DONE."""
         self.error: Exception | None = None

@@ -210,6 +210,8 @@ class HeldRows(StagedRows):
         self._chunk_bytes = chunk_bytes
         self._slots = slots
         self._pool = pool
+        # Whoever copies them to the host may be on another stream than the engine, which made them.
+        self._fence = _fence(held.values())
         self._arrived: dict[str, torch.Tensor] = {}
 
     def arrive(self) -> None:
@@ -230,6 +232,8 @@ class HeldRows(StagedRows):
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "cpu":
             return tensor.contiguous()
+        if self._fence is not None:
+            self._fence.synchronize()
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
         rows = max(1, self._chunk_bytes * len(tensor) // max(1, tensor.nbytes))
         for first in range(0, len(tensor), rows):

@@ -11,7 +11,7 @@ from vllm_neuron_cache.stage_cache.policy import KeySpec, ModelCachePolicy
 if TYPE_CHECKING:
     from vllm_neuron_cache.stage_cache.row_store import RowStore
 
-logger = logging.getLogger("vllm.vllm_neuron_cache.stage_cache")
+logger = logging.getLogger("vllm.neuron_cache")
 
 
 class SortedOutputs(NamedTuple):
@@ -69,7 +69,7 @@ class OutputSorter:
 
     def _has_rows(self, key: str, value: Any, num_rows: int, num_padded: int, broken: dict[str, str]) -> bool:
         """Whether `value` has a row per token. Adds to `broken` if it should and does not."""
-        shape = getattr(value, "shape", None)
+        shape = value.shape if hasattr(value, "detach") else None
         fits = shape is not None and len(shape) > 0 and shape[0] in (num_rows, num_padded)
         if key == HIDDEN_KEY:
             broken[key] = "the name belongs to the hidden states; give the key another"
@@ -96,15 +96,16 @@ class OutputSorter:
             kind = sorted_outputs.deferred if key in self._policy.deferred_keys else sorted_outputs.immediate
         else:
             kind = sorted_outputs.uncached
-        kind[key] = rows
+        kind[key] = rows.detach() if rows.requires_grad else rows
 
     def _is_kept(self, spec: KeySpec) -> bool:
         """Whether the store keeps rows of this shape and dtype under this key; opens it if it is new."""
         kept = self._store.specs.get(spec.name)
         if kept is None and spec.name not in self.refused:
             try:
+                spec.check()
                 self._store.open_keys([spec])
-            except ConfigurationError as error:
+            except (ConfigurationError, RuntimeError, MemoryError) as error:  # torch says RuntimeError for no memory
                 self.refused[spec.name] = str(error)
                 logger.warning("stage cache: %s is not cached: %s", spec.name, error)
             else:

@@ -116,10 +116,14 @@ def check_block_layout(block_table: Any, block_size: int) -> None:
     """Raises `OmniPrefixCacheUnmatchError` unless row `position` of a request is known to be in slot
     `table[position // block_size] * block_size + position % block_size`. What is unknown is refused.
     """
-    if getattr(block_table, "use_hybrid_blocks", False) or getattr(block_table, "blocks_per_kv_block", 1) != 1:
+    parts = getattr(block_table, "blocks_per_kv_block", None)
+    is_split = getattr(block_table, "use_hybrid_blocks", None)
+    # vLLM's tables of 0.29 and 0.30 tell kernel blocks from KV blocks; those of 0.32 have KV blocks alone.
+    is_unknown = is_split is parts is None and hasattr(block_table, "kv_cache_block_size")
+    if is_split or parts not in (None, 1) or is_unknown:
         raise OmniPrefixCacheUnmatchError(
             f"the attention backend splits each block of {block_size} into "
-            f"{getattr(block_table, 'blocks_per_kv_block', 'several')} kernel blocks, which the stage cache does not "
+            f"{parts or 'an unknown number of'} kernel blocks, which the stage cache does not "
             "mirror; choose a --block-size that the backend has itself, or turn enable_prefix_caching off"
         )
     for name in ("dcp_world_size", "pcp_world_size"):

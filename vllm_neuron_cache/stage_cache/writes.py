@@ -1,5 +1,6 @@
 """Writes of steps, in the order of the steps."""
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -101,10 +102,10 @@ class WriteLog:
                     newly = True
         return newly
 
-    def take(self) -> StepWrite | None:
-        """The oldest write, now COPYING, if it may run and nobody runs it."""
+    def take(self, upto: float = math.inf) -> StepWrite | None:
+        """The oldest write, now COPYING, if it may run, nobody runs it, and its step is `upto` or earlier."""
         head = self.head
-        if head is None or head.state is not WriteState.QUEUED:
+        if head is None or head.state is not WriteState.QUEUED or head.step > upto:
             return None
         head.move_to(WriteState.COPYING)
         return head

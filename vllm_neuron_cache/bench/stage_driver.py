@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_neuron_cache.errors import WrongRowsError
 from vllm_neuron_cache.simulation.stage_schedule import (
     ScheduledBatch,
     ScheduledStep,
@@ -25,8 +27,7 @@ HIDDEN, WIDTH = 3, 2
 """Columns of the hidden states, and of key "k"."""
 
 
-class WrongRowsError(AssertionError):
-    """A request was handed rows that are not its own."""
+MakeManager = Callable[[PrefixCacheConfig, FullAttentionGroupView], OmniPrefixCacheManager]
 
 
 def random_shape(seed: int) -> ScheduleShape:
@@ -53,7 +54,7 @@ def random_shape(seed: int) -> ScheduleShape:
     )
 
 
-def config_for(shape: ScheduleShape, *, delay: int = 0, **sizes) -> PrefixCacheConfig:
+def config_for(shape: ScheduleShape, *, delay: int = 0, **sizes: Any) -> PrefixCacheConfig:
     capacity = shape.step_tokens + shape.max_running * (1 + shape.draft_tokens)
     defaults = {
         "num_blocks": shape.num_blocks,
@@ -80,12 +81,12 @@ def compare(step_id: int, step: ScheduledStep, outputs: StageCacheOutputs) -> No
 def drive(
     shape: ScheduleShape,
     seed: int,
-    make_manager: Callable[[PrefixCacheConfig, FullAttentionGroupView], OmniPrefixCacheManager],
+    make_manager: MakeManager,
     *,
     delay: int = 0,
     policy: ModelCachePolicy | None = None,
     check_integrity: bool = True,
-    **sizes,
+    **sizes: Any,
 ) -> tuple[OmniPrefixCacheManager, int]:
     """Runs a whole schedule. Steps are used up to `delay` steps late and out of order, and the tensors they were saved
     from are overwritten at once. Returns the manager, shut down, and how many requests had hits."""
@@ -125,3 +126,17 @@ def drive(
     manager.check_integrity()
     manager.shutdown()
     return manager, num_hits
+
+
+def drive_random(
+    seed: int,
+    make_manager: MakeManager,
+    **options: Any,
+) -> tuple[OmniPrefixCacheManager, int]:
+    """`drive` with everything chosen by the seed. Raises `WrongRowsError` for a wrong row."""
+    choices = {
+        "delay": seed % 4,
+        "policy": ModelCachePolicy(deferred_keys=frozenset({"k"} if seed % 2 else ())),
+        "check_integrity": seed % 10 == 0,
+    }
+    return drive(random_shape(seed), seed, make_manager, **choices | options)

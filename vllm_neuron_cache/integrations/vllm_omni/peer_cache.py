@@ -1,7 +1,6 @@
-"""vLLM-Omni's prefix cache as a contender. Its package is asked for when it is used, and not before."""
+"""vLLM-Omni's prefix cache as a contender of the benchmark. This module needs its package only when it is used."""
 
 import contextlib
-import importlib
 import importlib.util
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -14,12 +13,10 @@ from vllm_neuron_cache.bench.stage_contenders import MM_KEY
 from vllm_neuron_cache.simulation.stage_schedule import ScheduledBatch, ScheduledStep
 from vllm_neuron_cache.stage_cache import KeySpec, PrefixCacheConfig
 
-PEER = "vllm_omni"
-
 
 def peer_is_there() -> bool:
     """Whether vLLM-Omni is installed."""
-    return importlib.util.find_spec(PEER) is not None
+    return importlib.util.find_spec("vllm_omni") is not None
 
 
 class PeerCache:
@@ -29,8 +26,10 @@ class PeerCache:
         self, config: PrefixCacheConfig, batch: ScheduledBatch, keys: Sequence[KeySpec], *, threaded: bool
     ) -> None:
         """`threaded` as on CUDA: its committer runs, and what it asks CUDA for is answered on the CPU."""
-        peer = importlib.import_module(f"{PEER}.core.prefix_cache")
-        self._cuda = _cuda_on_cpu(importlib.import_module(f"{PEER}.core.prefix_cache.controller")) if threaded else None
+        from vllm_omni.core import prefix_cache as peer
+        from vllm_omni.core.prefix_cache import controller
+
+        self._cuda = _cuda_on_cpu(controller) if threaded else None
         if self._cuda is not None:
             self._cuda.__enter__()
         self._manager = peer.OmniPrefixCacheManager(

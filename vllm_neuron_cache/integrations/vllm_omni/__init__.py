@@ -1,0 +1,1 @@
+"""The stage cache inside the autoregressive stages of vLLM-Omni."""
