@@ -9,6 +9,7 @@ from vllm_neuron_cache.config import (
     LANES,
     EncoderNeuronConfig,
     NeuronCacheConfig,
+    StageCacheConfig,
     is_enabled,
 )
 from vllm_neuron_cache.errors import ConfigurationError, NeuronCacheError
@@ -43,6 +44,7 @@ def test_nothing_given_means_the_documented_defaults(additional_config):
         "kernel": "compiler",
         "compiled_encoder": False,
         "compiled_prefill": False,
+        "stage_cache": None,
     }
 
 
@@ -176,6 +178,35 @@ def test_the_kernels_of_the_device_are_refused_in_a_lane_of_the_cpu(lane):
 @pytest.mark.parametrize("lane", HARDWARE_LANES)
 def test_the_kernels_of_the_device_are_taken_in_its_lanes(lane):
     assert read(vllm_neuron_cache={"kernel": "nki", "lane": lane}).kernel == "nki"
+
+
+@pytest.mark.parametrize(
+    ("values", "config"),
+    [
+        (None, None),
+        ({}, StageCacheConfig()),
+        ({"store": "host", "host_bytes": 4096}, StageCacheConfig(host_bytes=4096)),
+        ({"store": "device", "device_bytes": 0}, StageCacheConfig(store="device", device_bytes=0)),
+    ],
+)
+def test_an_object_turns_the_stage_cache_on(values, config):
+    assert read(vllm_neuron_cache={"stage_cache": values}).stage_cache == config
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (True, "stage_cache is True; give an object"),
+        ([], "stage_cache is []"),
+        ({"stores": "host"}, "stage_cache.stores is not a configuration key. Did you mean 'store'?"),
+        ({"store": "disk"}, "stage_cache.store is 'disk'; give one of host, device"),
+        ({"host_bytes": True}, "stage_cache.host_bytes is True"),
+        ({"device_bytes": -1, "store": "device"}, "stage_cache.device_bytes is -1"),
+        ({"device_bytes": 1}, "limits a 'device' store and vllm_neuron_cache.stage_cache.store is 'host'"),
+    ],
+)
+def test_what_is_wrong_under_the_stage_cache_is_refused(values, text):
+    assert text in refusal(vllm_neuron_cache={"stage_cache": values})
 
 
 def test_a_refusal_is_bad_input_to_code_that_does_not_know_this_package():

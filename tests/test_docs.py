@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig
+from vllm_neuron_cache.config import EncoderNeuronConfig, NeuronCacheConfig, StageCacheConfig
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,6 +24,12 @@ RUN_BY = {
     "vllm-neuron-cache bench graphs --json graphs.json": "tests/test_cli.py::test_bench_graphs",
     "vllm-neuron-cache bench hits --json hits.json": "tests/test_cli.py::test_bench_hits",
     "vllm-neuron-cache bench pool --json pool.json": "tests/test_cli.py::test_bench_pool",
+    "vllm-neuron-cache bench stage-cache --json stage.json": (
+        "tests/stage_cache/test_stage_bench.py::test_the_command_writes_the_measures"
+    ),
+    "./scripts/omni_env python -m vllm_neuron_cache.cli bench stage-cache --json stage.json": (
+        "tests/test_scripts.py::test_the_environment_of_vllm_omni_runs_a_command"
+    ),
     "./scripts/xla_env": "tests/test_scripts.py::test_the_whole_suite_runs_the_tests_of_lane_xla",
     "./scripts/torch_xla_env": "tests/test_scripts.py::test_the_optional_environment_runs_its_tests",
     "vllm-neuron-cache graphs list MODEL --additional-config additional.json": (
@@ -99,10 +105,39 @@ def test_the_server_test_uses_the_documented_configuration():
     assert """'{"vllm_neuron_cache": {}}'""" in source
 
 
+def test_the_example_of_the_stage_cache_runs():
+    import torch
+
+    from vllm_neuron_cache.bench.stage_driver import HIDDEN, config_for
+    from vllm_neuron_cache.simulation.stage_schedule import ScheduledBatch, ScheduleShape, StageSchedule, row_values
+    from vllm_neuron_cache.stage_cache import FullAttentionGroupView
+
+    (example,) = code_blocks("python", [ROOT / "docs/stage_cache.md"])
+    shape = ScheduleShape(num_requests=2, prompt_tokens=20, shared_tokens=16, decode_tokens=1, families=1)
+    batch, step = ScheduledBatch(shape), next(StageSchedule(shape).steps())
+    batch.load(step)
+    hidden = torch.from_numpy(row_values(step.contents, HIDDEN))
+    names = {
+        "config": config_for(shape),
+        "view": FullAttentionGroupView(batch, shape.block_size),
+        "model": object(),
+        "scheduler_output": step.scheduler_output,
+        "hidden": hidden,
+        "mm_outputs": {},
+        "n": len(hidden),
+        "n_padded": len(hidden),
+        "req_ids": step.req_ids,
+    }
+    exec(example, names)
+    for req_id, contents in step.expected.items():
+        assert len(contents) >= 20  # the second has a hit on what the first computes
+        assert names["outputs"].hidden_states[req_id].tolist() == row_values(contents, HIDDEN).tolist()
+
+
 @pytest.mark.vllm
 def test_the_python_example_runs(checkpoint, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in seconds
-    (example,) = code_blocks("python")
+    (example,) = code_blocks("python", [ROOT / "README.md"])
     names: dict = {"MODEL": str(checkpoint)}
     exec(
         example.replace(
@@ -126,7 +161,7 @@ def test_every_key_and_default_is_documented_and_no_other():
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", text, re.MULTILINE))
     keys = {
         field.name: json.dumps(field.default)
-        for config in (NeuronCacheConfig, EncoderNeuronConfig)
+        for config in (NeuronCacheConfig, EncoderNeuronConfig, StageCacheConfig)
         for field in dataclasses.fields(config)
         if field.name != "encoder"
     }

@@ -198,7 +198,7 @@ def test_the_planner_imports_neither_torch_nor_vllm(sources):
 
 
 def test_only_integrations_import_vllm(sources):
-    assert uses_outside(["vllm"], f"{PACKAGE}.integrations", sources) == []
+    assert uses_outside(["vllm", "vllm_omni"], f"{PACKAGE}.integrations", sources) == []
 
 
 def test_only_lanes_use_a_compiler(sources):

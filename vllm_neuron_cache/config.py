@@ -21,6 +21,7 @@ HARDWARE_LANES = ("neuron", "neuronx_trace", "nxd_builder")
 LANES = ("inductor", "eager", "check", "xla", *HARDWARE_LANES)
 KERNELS = ("compiler", "nki")
 EVICTION_POLICIES = ("lru", "gdsf")
+STORES = ("host", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,49 @@ class EncoderNeuronConfig:
         _require_int(name, "encoder_attention_block_size", self.encoder_attention_block_size, 1)
         _require_int(name, "encoder_cache_num_blocks", self.encoder_cache_num_blocks, 2, optional=True)
         _require_int(name, "encoder_cache_min_hold_time_ms", self.encoder_cache_min_hold_time_ms, 0, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCacheConfig:
+    """Everything under `vllm_neuron_cache.stage_cache`."""
+
+    store: str = "host"
+    """Where rows are kept: in "host" memory, or on the "device", where graphs of the lane move them."""
+
+    host_bytes: int | None = None
+    """Most bytes of host memory for the rows, with their staging, of the "host" store. None is no limit. What does not
+    fit is refused."""
+
+    device_bytes: int | None = None
+    """Most bytes of device memory for the rows of the "device" store. None is no limit. What does not fit is
+    refused."""
+
+    def __post_init__(self) -> None:
+        name = f"{OWN_NAMESPACE}.stage_cache"
+        if self.store not in STORES:
+            raise ConfigurationError(f"{name}.store is {self.store!r}; give one of {', '.join(STORES)}.")
+        for store in STORES:
+            limit = f"{store}_bytes"
+            _require_int(name, limit, getattr(self, limit), 0, optional=True)
+            if getattr(self, limit) is not None and store != self.store:
+                raise ConfigurationError(
+                    f"{name}.{limit} limits a {store!r} store and {name}.store is {self.store!r}. Give "
+                    f"{self.store}_bytes instead."
+                )
+
+    @classmethod
+    def read(cls, values: Any) -> "StageCacheConfig | None":
+        """From what stands under the key, None if nothing does. Raises `ConfigurationError` for an unknown key or an
+        illegal value."""
+        name = f"{OWN_NAMESPACE}.stage_cache"
+        if values is None or isinstance(values, cls):
+            return values
+        if not isinstance(values, Mapping):
+            raise ConfigurationError(
+                f"{name} is {values!r}; give an object of keys and values, {{}} for the defaults, or null."
+            )
+        _require_known(name, values, [spec.name for spec in fields(cls)])
+        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +127,10 @@ class NeuronCacheConfig:
     """Whether cached rows are merged inside the language model's own compiled forward, instead of by a graph before it.
     Steps of text alone run without a merge. For Qwen3-VL, dense and mixture of experts."""
 
+    stage_cache: StageCacheConfig | None = None
+    """Keeps what a stage of vLLM-Omni hands to the next one, so that it follows the hits of vLLM's prefix cache. An
+    object with the keys of `StageCacheConfig`; None leaves vLLM-Omni's own cache in its place."""
+
     def __post_init__(self) -> None:
         _require_int(OWN_NAMESPACE, "encoder_cache_block_size", self.encoder_cache_block_size, 1, optional=True)
         _require_int(
@@ -117,7 +165,8 @@ class NeuronCacheConfig:
         own = _namespace(additional_config, OWN_NAMESPACE)
         own_keys = [spec.name for spec in fields(cls) if spec.name != "encoder"]
         _require_known(OWN_NAMESPACE, own, own_keys)
-        return cls(encoder=_encoder_config(additional_config), **own)
+        stage_cache = StageCacheConfig.read(own.get("stage_cache"))
+        return cls(encoder=_encoder_config(additional_config), **{**own, "stage_cache": stage_cache})
 
 
 def require_kernel(kernel: str, lane: str) -> None:

@@ -46,9 +46,18 @@ def validate(additional_config: Any) -> None:
 def activate(vllm_config: VllmConfig) -> None:
     """Puts the encoder cache into a finished engine configuration, over the classes that vLLM chose. Mutates it.
 
-    A model that this cache has nothing to do for (text only, or encoder-decoder) is left as it is, with a warning.
+    A model that this cache has nothing to do for (text only, or encoder-decoder) is left as it is, with a warning, and
+    so is a stage of vLLM-Omni's with a stage cache whose worker has no encoder cache.
     Raises `ConfigurationError` for a combination that it cannot serve.
     """
+    if NeuronCacheConfig.from_additional_config(vllm_config.additional_config).stage_cache is not None:
+        # Only now: without the key this package does without vLLM-Omni.
+        from vllm_neuron_cache.integrations.vllm_omni.activation import check_stage
+
+        check_stage(vllm_config)
+        if not _has_cache_worker(vllm_config.parallel_config.worker_cls):
+            logger.info("Encoder cache: %s has none; vLLM's own cache stays.", vllm_config.parallel_config.worker_cls)
+            return
     model_config = vllm_config.model_config
     if not _takes_multimodal_input(model_config) or model_config.is_encoder_decoder:
         kind = "is an encoder-decoder model" if model_config.is_encoder_decoder else "takes no multimodal input here"
@@ -139,12 +148,18 @@ def _set_worker(vllm_config: VllmConfig) -> None:
         return
     if parallel.worker_cls in WORKER_CLS.values():
         return
-    from vllm_neuron_cache.integrations.vllm.worker import BlockWorkerMixin
-
-    worker = resolve_obj_by_qualname(parallel.worker_cls)
-    if not issubclass(worker, BlockWorkerMixin):
+    if not _has_cache_worker(parallel.worker_cls):
         raise ConfigurationError(
             f"worker_cls is {parallel.worker_cls}, over which the encoder cache is not known to work; it knows "
             f"{', '.join(WORKER_CLS)}. Name a class that derives from BlockWorkerMixin "
             "(vllm_neuron_cache.integrations.vllm.worker) and from yours, or remove the vllm_neuron_cache key."
         )
+
+
+def _has_cache_worker(worker_cls: str) -> bool:
+    """Whether there is an encoder cache for a worker of this class."""
+    if worker_cls in WORKER_CLS or worker_cls in WORKER_CLS.values():
+        return True
+    from vllm_neuron_cache.integrations.vllm.worker import BlockWorkerMixin
+
+    return issubclass(resolve_obj_by_qualname(worker_cls), BlockWorkerMixin)

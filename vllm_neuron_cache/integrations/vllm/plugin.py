@@ -1,5 +1,6 @@
 """The `vllm.general_plugins` entry point. vLLM calls `register` in every process that it starts."""
 
+import importlib.util
 import logging
 from importlib import metadata
 from typing import Any
@@ -36,6 +37,10 @@ def register() -> None:
 
         front_end.install()
         serving.install()
+        if importlib.util.find_spec("vllm_omni") is not None:
+            from vllm_neuron_cache.integrations.vllm_omni import activation as stage_activation
+
+            stage_activation.install()
     except (ImportError, AttributeError) as error:
         logger.warning("vllm_neuron_cache: this vLLM lacks a hook (%s); the encoder cache is off.", error)
         return
