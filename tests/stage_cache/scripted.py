@@ -1,5 +1,6 @@
 """Steps of a stage written out by hand: a small runner around one stage cache, and the truth of every row."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -176,11 +177,22 @@ class Stage:
         self.ended = req_id
 
     def settle(self) -> None:
-        """Waits until nothing is queued, in the store with threads too."""
+        """Waits until nothing is queued, in the store with threads too, however short its own patience is."""
         controller = self.manager._controller
         with self.manager._cond:
             last = self.manager._step
-        controller._wait(lambda: controller._immediate.is_done(last), lambda: AssertionError("writes do not end"))
+        self.wait(lambda: controller._immediate.is_done(last))
+
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Runs and waits for what is queued until `is_done`, which is called under the lock."""
+        for _ in range(1000):
+            try:
+                self.manager._controller._wait(is_done, TimeoutError)
+            except TimeoutError:
+                time.sleep(0.02)
+            else:
+                return
+        raise AssertionError("it does not end")
 
     def close(self) -> None:
         if not self.manager._controller.closed:

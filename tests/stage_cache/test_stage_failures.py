@@ -323,7 +323,7 @@ def test_a_save_that_waits_gets_the_slot_of_a_step_that_is_used(make, use):
 def test_a_slot_is_not_free_before_its_rows_are_written(faults):
     """The step was used; its write waits, and the next save would overwrite its rows."""
     stage = make_stage(
-        faulty_store("host", faults), inline=False, staging_depth=1, staging_claim_timeout_s=0.05, max_blocks=4
+        faulty_store("host", faults), inline=False, staging_depth=1, staging_claim_timeout_s=0.5, max_blocks=4
     )
     faults.gate.clear()
     stage.run(Turn("a", A, 0, 4, [1]))
@@ -335,6 +335,7 @@ def test_a_slot_is_not_free_before_its_rows_are_written(faults):
     faults.gate.set()
     stage.settle()
     stage.take(stage.save(turn))
+    stage.settle()
     b = branch(A, 8, 2)
     assert_rows(stage.run(Turn("b", b, 8, 1, [1, 2, 3])), "b", b[:9])
     stage.close()
@@ -362,17 +363,18 @@ def test_steps_without_rows_hold_a_slot_too(make):
 
 
 def test_a_reader_waits_no_longer_than_it_should_and_says_what_for(faults):
-    stage = make_stage(faulty_store("host", faults), inline=False, staging_claim_timeout_s=0.1)
+    stage = make_stage(faulty_store("host", faults), inline=False, staging_claim_timeout_s=0.5)
     faults.gate.clear()
     stage.run(Turn("a", A, 0, 4, [1]))
     assert faults.waiting.wait(10)
     b = branch(A, 4, 2)
     step = stage.step(Turn("b", b, 4, 1, [1, 2]), Turn("c", C, 0, 1, [3]))
-    with pytest.raises(OmniPrefixCacheUnmatchError, match=r"did not end in 0.1 s \(step 1 is HOST_READY\)") as caught:
+    with pytest.raises(OmniPrefixCacheUnmatchError, match=r"did not end in 0.5 s \(step 1 is HOST_READY\)") as caught:
         stage.take(step)
     assert caught.value.request_ids == ("b",)
     assert_rows(caught.value.outputs, "c", C[:1])
     faults.gate.set()
+    stage.settle()
     d = branch(A, 4, 4)
     assert_rows(stage.run(Turn("d", d, 4, 1, [1, 5]), finished=["b"]), "d", d[:5])
     stage.close()
@@ -404,7 +406,7 @@ def test_deferred_rows_wait_until_a_request_ends(make):
     gauges = stage.manager.gauges()
     assert (gauges.deferred_writes, gauges.deferred_bytes) == (2, 8 * ROW_BYTES)
     stage.run(Turn("c", C, 3, 1, [2]), finished=["a"])
-    stage.manager._controller._wait(lambda: stage.manager._controller.num_deferred_writes == 1, AssertionError)
+    stage.wait(lambda: stage.manager._controller.num_deferred_writes == 1)
     gauges = stage.manager.gauges()
     assert (gauges.deferred_writes, gauges.deferred_bytes) == (1, ROW_BYTES)
 
@@ -498,7 +500,7 @@ def test_some_of_the_requests_of_a_step(make):
     # What the others would have got is gone, and they go on.
     outputs = stage.run(Turn("b", b, 9, 1, [1, 2, 3]))
     assert_rows(outputs, "b", b[9:10])
-    stage.manager._controller._wait(lambda: not stage.manager._controller.num_pending_reads, AssertionError)
+    stage.wait(lambda: not stage.manager._controller.num_pending_reads)
     assert stage.manager.gauges().pending_reads == 0
 
 

@@ -612,6 +612,8 @@ def test_rows_saved_in_inference_mode_are_taken_outside_of_it(make, policy):
     outputs = stage.take(step)
     assert_rows(outputs, "d", d[:10])
     outputs.hidden_states["d"].add_(1)
+    # Keys that were opened in it are used outside of it.
+    assert_rows(stage.run(Turn("d", d, 10, 1, [2, 1, 4])), "d", d[10:11])
 
 
 def test_a_key_is_as_wide_as_it_is(make):

@@ -299,7 +299,7 @@ def test_gauges_of_reads_and_steps(make):
     stage.take(first, "b")
     stage.manager.discard_step(second)
     stage.settle()
-    stage.manager._controller._wait(lambda: not stage.manager._controller.num_pending_reads, AssertionError)
+    stage.wait(lambda: not stage.manager._controller.num_pending_reads)
     assert stage.manager.gauges() == (0, 0, 0, 0, 0)
     stage.manager.check_integrity()
 

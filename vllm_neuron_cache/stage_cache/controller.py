@@ -169,6 +169,12 @@ class OmniPrefixCacheController:
         `OmniPrefixCacheStagingTimeoutError` then; `unused_steps` gives the ids of the steps that hold the slots, under
         the lock.
         """
+        with self._cond:
+            self._check_open()
+            slot = self._slots.claim()
+            if slot is not None:
+                return slot
+            self._counters.staging_waits += 1
         claimed: list[int] = []
 
         def claim() -> bool:
@@ -185,11 +191,6 @@ class OmniPrefixCacheController:
                 "raise staging_depth"
             )
 
-        with self._cond:
-            self._check_open()
-            if claim():
-                return claimed[0]
-            self._counters.staging_waits += 1
         self._wait(claim, complaint)
         return claimed[0]
 
@@ -303,9 +304,7 @@ class OmniPrefixCacheController:
                 self.lose(write.keys, write.block_ids, write.epochs, write.num_rows)
             else:
                 self._counters.rows_written += write.num_rows * len(write.keys)
-                self._counters.bytes_written += write.num_rows * sum(
-                    self._store.specs[key].row_bytes for key in write.keys
-                )
+                self._counters.bytes_written += write.num_rows * self._store.row_bytes(write.keys)
             slot = self._slot_of.pop(write, None)
             if slot is None:
                 self._deferred.drop(write)

@@ -25,6 +25,7 @@ class DeliveryTracker:
         self._delivered = np.zeros(0, dtype=np.int64)
         self._next_position = np.zeros(0, dtype=np.int64)
         self._restarted = np.zeros(0, dtype=bool)
+        self._any_restarted = False
         self._speculating: set[str] = set()
         self._last_req_ids: Sequence[str] = ()
         self._last_indices = np.zeros(0, dtype=np.int64)
@@ -54,7 +55,7 @@ class DeliveryTracker:
         rows from there on were of drafts that were rejected.
         """
         index = self._index(req_id)
-        self._restarted[index] = True
+        self._restarted[index] = self._any_restarted = True
         if num_tokens is not None and req_id in self._speculating:
             self._delivered[index] = min(self._delivered[index], num_tokens - 1)
             self._next_position[index] = min(self._next_position[index], num_tokens - 1)
@@ -88,25 +89,24 @@ class DeliveryTracker:
             counts: int64 `[R]`, positions that each computes; 0 for one that is not scheduled and left alone.
 
         Returns:
-            int64 `[R]`. Raises `OmniPrefixCacheUnmatchError` for a request that is not live.
+            int64 `[R]`; `starts` itself if everybody goes on where it was. Raises `OmniPrefixCacheUnmatchError` for a
+            request that is not live.
         """
         indices = self._indices(req_ids)
-        first = self._delivered[indices]
-        goes_back = starts < self._next_position[indices]
-        if goes_back.any():
-            rolled_back = goes_back & ~self._restarted[indices] & (counts > 0)
-            first[rolled_back] = np.minimum(first, starts)[rolled_back]
         stops = starts + counts
-        if counts.all():
-            self._delivered[indices] = np.maximum(first, stops)
-            self._next_position[indices] = stops
-            self._restarted[indices] = False
-        else:
-            scheduled = counts > 0
-            indices = indices[scheduled]
-            self._delivered[indices] = np.maximum(first, stops)[scheduled]
-            self._next_position[indices] = stops[scheduled]
-            self._restarted[indices] = False
+        first = self._delivered[indices]
+        if (first == starts).all():  # everybody goes on where it was: nobody can have gone back
+            self._delivered[indices] = self._next_position[indices] = stops
+            self._settle(indices, counts)
+            return starts
+        goes_back = starts < self._next_position[indices]
+        rolled_back = goes_back & ~self._restarted[indices] & (counts > 0)
+        first[rolled_back] = starts[rolled_back]
+        scheduled = counts > 0
+        indices, stops = indices[scheduled], stops[scheduled]
+        self._delivered[indices] = np.maximum(first[scheduled], stops)
+        self._next_position[indices] = stops
+        self._settle(indices, counts[scheduled])
         return first
 
     def check_integrity(self) -> None:
@@ -117,6 +117,12 @@ class DeliveryTracker:
         behind = [req for req, index in self._index_of.items() if self._delivered[index] < self._next_position[index]]
         if behind:
             raise IntegrityError(f"requests {behind} computed rows that no step hands on")
+
+    def _settle(self, indices: np.ndarray, counts: np.ndarray) -> None:
+        """Those that restarted have done so, if they were scheduled."""
+        if self._any_restarted:
+            self._restarted[indices[counts > 0]] = False
+            self._any_restarted = bool(self._restarted.any())
 
     def _index(self, req_id: str) -> int:
         try:

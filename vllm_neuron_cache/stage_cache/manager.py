@@ -349,7 +349,7 @@ class OmniPrefixCacheManager:
             self._controller.lose(lost, blocks, epochs, num_rows)
         row_starts = layout.row_stops - layout.counts
         reads: dict[str, HitRead] = {}
-        if (firsts != layout.starts).any():  # not while everybody decodes
+        if firsts is not layout.starts:  # not while everybody decodes
             reads = self._plan_reads(layout, firsts)
             row_starts += np.clip(firsts - layout.starts, 0, layout.counts)
         self._saved[self._step] = SavedStep(

@@ -29,23 +29,23 @@ class BlockOwnership:
         """The step that wrote into a block last, under any key; -1 is none."""
         self.num_readers = np.zeros(num_blocks, dtype=np.int32)
         """Reads that were planned and have not copied their rows yet."""
-        self._rows_epoch: dict[str, np.ndarray] = {}
-        self._filled: dict[str, np.ndarray] = {}
+        self._stride = block_size + 2
+        self._marks: dict[str, np.ndarray] = {}
+        """For each key and block, `epoch * stride + rows` of whoever wrote there last: one number, so that a step takes
+        one comparison. Marks of older epochs are two or more below those of the present one; `LOST` is between."""
 
     @property
     def keys(self) -> Iterable[str]:
-        return self._filled.keys()
+        return self._marks.keys()
 
     def open_key(self, key: str) -> None:
         """All blocks are ABSENT for a new key. Mutates nothing for one that is open."""
-        if key not in self._filled:
-            self._rows_epoch[key] = np.full(self.num_blocks, -1, dtype=np.int64)
-            self._filled[key] = np.zeros(self.num_blocks, dtype=np.int32)
+        if key not in self._marks:
+            self._marks[key] = np.full(self.num_blocks, -self._stride, dtype=np.int64)
 
     def close_key(self, key: str) -> None:
         """Forgets a key that turned out to have no row per token."""
-        self._rows_epoch.pop(key, None)
-        self._filled.pop(key, None)
+        self._marks.pop(key, None)
 
     def begin_tenancy(self, block_ids: Sequence[int], step: int) -> np.ndarray:
         """Blocks get a new tenant in `step`: their rows are absent from now on, for every key.
@@ -68,33 +68,30 @@ class BlockOwnership:
         Args:
             block_ids, offsets, num_rows: int64 `[S]`; a block is named once.
         """
-        epoch = self.block_epoch[block_ids]
-        stops = offsets + num_rows
+        starts = self.block_epoch[block_ids] * self._stride + offsets
+        stops = starts + num_rows
+        is_first = offsets == 0
         self.last_write[block_ids] = step
         for key in keys:
-            rows_epoch, filled = self._rows_epoch[key], self._filled[key]
-            follows = (rows_epoch[block_ids] == epoch) & (filled[block_ids] >= offsets)
-            follows |= offsets == 0
+            marks = self._marks[key]
+            follows = (marks[block_ids] >= starts) | is_first
             if follows.all():
-                rows_epoch[block_ids] = epoch
-                filled[block_ids] = stops
+                marks[block_ids] = stops
             else:
-                rows_epoch[block_ids[follows]] = epoch[follows]
-                filled[block_ids[follows]] = stops[follows]
+                marks[block_ids[follows]] = stops[follows]
 
     def lose(self, keys: Iterable[str], block_ids: np.ndarray, epochs: np.ndarray) -> None:
         """A write into blocks failed. Those that have the same tenant as then (`epochs`) are LOST until the next."""
+        still = self.block_epoch[block_ids] == epochs
         for key in keys:
-            if key in self._filled:
-                still = self.block_epoch[block_ids] == epochs
-                self._rows_epoch[key][block_ids[still]] = epochs[still]
-                self._filled[key][block_ids[still]] = LOST
+            if key in self._marks:
+                self._marks[key][block_ids[still]] = epochs[still] * self._stride + LOST
 
     def num_present(self, key: str, block_ids: np.ndarray) -> np.ndarray:
         """Rows of `key` that each block's tenant has written, from the first on; `LOST` where a write failed.
-        int32 `[len(block_ids)]`."""
-        own = self._rows_epoch[key][block_ids] == self.block_epoch[block_ids]
-        return np.where(own, self._filled[key][block_ids], 0)
+        int64 `[len(block_ids)]`."""
+        rows = self._marks[key][block_ids] - self.block_epoch[block_ids] * self._stride
+        return np.where(rows < LOST, 0, rows)
 
     def add_reader(self, block_ids: np.ndarray) -> None:
         """`block_ids` names a block once."""
@@ -107,11 +104,11 @@ class BlockOwnership:
         """Raises `IntegrityError` if a count is out of range, or rows are from a tenant that is yet to come."""
         if (self.num_readers < 0).any():
             raise IntegrityError(f"blocks {np.flatnonzero(self.num_readers < 0).tolist()} have fewer than no readers")
-        for key, filled in self._filled.items():
-            wrong = (filled > self.block_size) | (filled < LOST) | (self._rows_epoch[key] > self.block_epoch)
+        for key, marks in self._marks.items():
+            rows = marks - self.block_epoch * self._stride
+            wrong = rows > self.block_size
             if wrong.any():
                 raise IntegrityError(
-                    f"key {key}: blocks {np.flatnonzero(wrong).tolist()} have rows out of range "
-                    f"{filled[wrong].tolist()}, or of epochs {self._rows_epoch[key][wrong].tolist()} after "
-                    f"{self.block_epoch[wrong].tolist()}"
+                    f"key {key}: blocks {np.flatnonzero(wrong).tolist()} have {rows[wrong].tolist()} rows, of "
+                    f"{self.block_size} at most, or some of a tenant that is yet to come"
                 )

@@ -44,6 +44,11 @@ class RowStore(ABC):
     def __init__(self, config: PrefixCacheConfig) -> None:
         self.config = config
         self._specs: dict[str, KeySpec] = {}
+        self._row_bytes: dict[str, int] = {}
+
+    def row_bytes(self, keys: Iterable[str]) -> int:
+        """Bytes of a row of each of `keys`, all together."""
+        return sum([self._row_bytes[key] for key in keys])
 
     @property
     def specs(self) -> Mapping[str, KeySpec]:
@@ -65,6 +70,7 @@ class RowStore(ABC):
             with torch.inference_mode(False):
                 self._allocate(spec)
             self._specs[spec.name] = spec
+            self._row_bytes[spec.name] = spec.row_bytes
 
     @abstractmethod
     def _allocate(self, spec: KeySpec) -> None: ...
@@ -155,7 +161,7 @@ class HostRowStore(RowStore):
         for key, tensor in tensors.items():
             views[key] = self._staging.views(slot, key, num_rows)
             views[key][0].copy_(tensor[:num_rows], non_blocking=tensor.is_cuda)
-        return _StagedInHost(self._pool, views, slots, _fence(tensors.values()))
+        return _StagedInHost(self._pool, views, slots, _fence(tensors.values()) if self._pinned else None)
 
     def hold(self, tensors: Mapping[str, torch.Tensor], num_rows: int, slots: np.ndarray) -> StagedRows:
         held = {key: tensor[:num_rows].clone() for key, tensor in tensors.items()}

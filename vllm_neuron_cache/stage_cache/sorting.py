@@ -39,6 +39,7 @@ class OutputSorter:
         self._store = store
         self._not_rows: set[str] = set()
         self._warned: set[KeySpec] = set()
+        self._kept_forms: dict[str, tuple[Any, Any]] = {}
         self.refused: dict[str, str] = {}
         """Key -> why the store does not keep it, though it has a row per token."""
         store.open_keys(
@@ -92,7 +93,14 @@ class OutputSorter:
         return fits and len(shape) > 1
 
     def _sort_rows(self, key: str, rows: Any, sorted_outputs: SortedOutputs) -> None:
-        if self._is_kept(KeySpec.of(key, rows)):
+        form = (rows.dtype, rows.shape[1:])
+        if self._kept_forms.get(key) == form:  # as in the step before, nearly always
+            is_kept = True
+        else:
+            is_kept = self._is_kept(KeySpec.of(key, rows))
+            if is_kept:
+                self._kept_forms[key] = form
+        if is_kept:
             kind = sorted_outputs.deferred if key in self._policy.deferred_keys else sorted_outputs.immediate
         else:
             kind = sorted_outputs.uncached

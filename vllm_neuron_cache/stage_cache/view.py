@@ -51,6 +51,12 @@ class FullAttentionGroupView:
         check_block_layout(tables[0], block_size)
         self._table_tensor: Any = None
         self._table_array: np.ndarray
+        self._last_req_ids: list[str] | None = None
+        self._last_scheduled: Mapping[str, int] = {}
+        self._last_counts: np.ndarray
+        self._last_row_stops: np.ndarray
+        self._requests: np.ndarray
+        self._all_one = False
 
     @property
     def _table(self) -> np.ndarray:
@@ -68,27 +74,23 @@ class FullAttentionGroupView:
         # A copy: the batch changes with the next step, and a step's outputs may be built after that.
         req_ids = list(self._input_batch.req_ids)
         num_requests = len(req_ids)
-        counts = np.array([num_scheduled.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
         starts = self._input_batch.num_computed_tokens_cpu[:num_requests].astype(np.int64)
-        row_stops = counts.cumsum()
+        counts, row_stops = self._counts(req_ids, num_scheduled)
         num_rows = int(row_stops[-1]) if num_requests else 0
-        if num_rows == num_requests and counts.all():
-            requests, first_block = np.arange(num_requests), starts // self.block_size
-            self._check_width(first_block, req_ids)
-            block_ids = self._table[requests, first_block].astype(np.int64)
-            offsets = starts - first_block * self.block_size
+        if self._all_one:
+            columns = starts // self.block_size
+            block_ids = self._blocks_at(self._requests, columns, req_ids)
+            offsets = starts - columns * self.block_size
             return StepLayout(
                 req_ids, starts, counts, row_stops, block_ids * self.block_size + offsets, block_ids, offsets, counts
             )
         scheduled = counts > 0
         first_block = starts // self.block_size
-        last_block = np.where(scheduled, (starts + counts - 1) // self.block_size, first_block)
-        self._check_width(last_block, req_ids)
-        num_blocks = np.where(scheduled, last_block - first_block + 1, 0)
+        num_blocks = np.where(scheduled, (starts + counts - 1) // self.block_size - first_block + 1, 0)
         block_stops = num_blocks.cumsum()
         requests = np.repeat(np.arange(num_requests), num_blocks)
         columns = np.arange(len(requests)) + np.repeat(first_block - (block_stops - num_blocks), num_blocks)
-        block_ids = self._table[requests, columns].astype(np.int64)
+        block_ids = self._blocks_at(requests, columns, req_ids)
         block_starts = columns * self.block_size
         first = np.maximum(starts[requests], block_starts)
         block_rows = np.minimum((starts + counts)[requests], block_starts + self.block_size) - first
@@ -102,14 +104,26 @@ class FullAttentionGroupView:
         columns = slice(first // self.block_size, -(-stop // self.block_size))
         return self._table[index, columns].astype(np.int64)
 
-    def _check_width(self, last_block: np.ndarray, req_ids: Sequence[str]) -> None:
-        width = self._table.shape[1]
-        if len(last_block) and last_block.max() >= width:
-            worst = int(last_block.argmax())
+    def _counts(self, req_ids: list[str], num_scheduled: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of each request, and where they end. While a batch decodes both are the same in every step."""
+        if req_ids != self._last_req_ids or num_scheduled != self._last_scheduled:
+            self._last_counts = np.array([num_scheduled.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
+            self._last_row_stops = self._last_counts.cumsum()
+            self._all_one = bool((self._last_counts == 1).all())
+            self._requests = np.arange(len(req_ids))
+            self._last_req_ids, self._last_scheduled = req_ids, dict(num_scheduled)
+        return self._last_counts, self._last_row_stops
+
+    def _blocks_at(self, requests: np.ndarray, columns: np.ndarray, req_ids: Sequence[str]) -> np.ndarray:
+        """int64, the blocks at these places of the table."""
+        try:
+            return self._table[requests, columns].astype(np.int64)
+        except IndexError:
+            worst = int(columns.argmax())
             raise OmniPrefixCacheUnmatchError(
-                f"request {req_ids[worst]} computes rows in block {last_block[worst]} of its table, which has {width}; "
-                "the batch and the scheduler's output are of different steps"
-            )
+                f"request {req_ids[requests[worst]]} computes rows in block {columns[worst]} of its table, which has "
+                f"{self._table.shape[1]}; the batch and the scheduler's output are of different steps"
+            ) from None
 
 
 def check_block_layout(block_table: Any, block_size: int) -> None:
