@@ -264,7 +264,7 @@ FAULTS = {
             "mutated_names(graph.graph, names))",
             "mutated_names(graph.graph, names[::-1]))",
         ),
-        "recompilation allowed": ("with torch.compiler.set_stance(_REFUSED):", "if True:"),
+        "recompilation allowed": ("with _STANCE, torch.compiler.set_stance(_REFUSED):", "if True:"),
         "refusal not counted": ("    lane.num_recompiles_refused += 1\n", ""),
         "one code object": ("graph.__code__.replace(co_name=spec.name)", "graph.__code__"),
     },
