@@ -49,12 +49,10 @@ class Rows:
         return hidden, rows
 
 
-class OurCache:
-    """The product, as a runner calls it."""
+class ManagerCache:
+    """A cache of the names that vLLM-Omni's manager has, in `_manager`, as a runner calls it."""
 
-    def __init__(self, config: PrefixCacheConfig, batch: ScheduledBatch, keys: Sequence[KeySpec]) -> None:
-        self._manager = OmniPrefixCacheManager(config, FullAttentionGroupView(batch, config.block_size))
-        self._manager.register_policy(ModelCachePolicy(keys=tuple(keys)))
+    _manager: Any
 
     def new_step(self, step: ScheduledStep) -> None:
         self._manager.new_step_starts(step.scheduler_output)
@@ -70,6 +68,14 @@ class OurCache:
 
     def close(self) -> None:
         self._manager.shutdown()
+
+
+class OurCache(ManagerCache):
+    """The product."""
+
+    def __init__(self, config: PrefixCacheConfig, batch: ScheduledBatch, keys: Sequence[KeySpec]) -> None:
+        self._manager = OmniPrefixCacheManager(config, FullAttentionGroupView(batch, config.block_size))
+        self._manager.register_policy(ModelCachePolicy(keys=tuple(keys)))
 
 
 class StraightLine:

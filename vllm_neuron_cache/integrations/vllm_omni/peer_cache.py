@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from vllm_neuron_cache.bench.stage_contenders import MM_KEY
-from vllm_neuron_cache.simulation.stage_schedule import ScheduledBatch, ScheduledStep
+from vllm_neuron_cache.bench.stage_contenders import ManagerCache
+from vllm_neuron_cache.simulation.stage_schedule import ScheduledBatch
 from vllm_neuron_cache.stage_cache import KeySpec, PrefixCacheConfig
 
 
@@ -19,7 +19,7 @@ def peer_is_there() -> bool:
     return importlib.util.find_spec("vllm_omni") is not None
 
 
-class PeerCache:
+class PeerCache(ManagerCache):
     """vLLM-Omni's `OmniPrefixCacheManager`, through its public calls."""
 
     def __init__(
@@ -57,20 +57,8 @@ class PeerCache:
     def threaded(cls, config: PrefixCacheConfig, batch: ScheduledBatch, keys: Sequence[KeySpec]) -> "PeerCache":
         return cls(config, batch, keys, threaded=True)
 
-    def new_step(self, step: ScheduledStep) -> None:
-        self._manager.new_step_starts(step.scheduler_output)
-
-    def save(self, hidden: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> int:
-        return self._manager.save_outputs(
-            hidden, {MM_KEY: rows}, num_tokens_unpadded=num_tokens, num_tokens_padded=num_tokens
-        )
-
-    def materialize(self, step_id: int, req_ids: list[str]) -> Any:
-        outputs = self._manager.materialize(step_id, req_ids)
-        return outputs.hidden_states, outputs.mm_outputs[MM_KEY]
-
     def close(self) -> None:
-        self._manager.shutdown()
+        super().close()
         if self._cuda is not None:
             self._cuda.__exit__(None, None, None)
 
