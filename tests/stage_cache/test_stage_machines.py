@@ -212,14 +212,15 @@ class DeliveryMachine(RuleBasedStateMachine):
             moves += ["starts anywhere"] * (2 * (req_id in self.anywhere)) + ["rolls back"] * (self.next[req_id] > 0)
             move = data.draw(st.sampled_from(moves), label="move")
             counts.append(0 if move == "is left alone" else data.draw(st.integers(1, 5), label="count"))
+            somewhere = st.just(len(self.handed[req_id])) | st.integers(0, 20)
             if move == "starts anywhere":
-                starts.append(data.draw(st.integers(0, 20), label="start"))
+                starts.append(data.draw(somewhere, label="start"))
             elif move == "rolls back" and req_id not in self.anywhere:
                 starts.append(data.draw(st.integers(0, self.next[req_id] - 1), label="start"))
                 self.drafting.add(req_id)
                 self.tracker.speculate([req_id])
             elif not counts[-1]:
-                starts.append(data.draw(st.integers(0, 20), label="start"))
+                starts.append(data.draw(somewhere, label="start"))
             else:
                 starts.append(self.next[req_id])
         firsts = self.tracker.plan(batch, np.array(starts), np.array(counts))
@@ -277,6 +278,16 @@ def test_a_tracker_grows_with_its_requests():
         tracker.admit(name)
     assert [tracker.delivered(name) for name in names[:4]] == [0, 2, 0, 4]
     tracker.check_integrity()
+
+
+def test_a_restart_is_over_when_its_request_is_scheduled_and_not_before():
+    tracker = DeliveryTracker()
+    tracker.admit("a")
+    assert tracker.plan(["a"], np.array([0]), np.array([4])).tolist() == [0]
+    tracker.restart("a")
+    assert tracker.plan(["a"], np.array([4]), np.array([0])).tolist() == [4]  # in the batch and left alone
+    assert tracker.plan(["a"], np.array([0]), np.array([6])).tolist() == [4]
+    assert tracker.plan(["a"], np.array([3]), np.array([1])).tolist() == [3]
 
 
 def test_an_id_used_again_has_no_drafts_behind_it():
